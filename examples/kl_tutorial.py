@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klamp import adaptive_kl_coefficient, exact_kl
 from klamp.cli import main as command
-from klamp.lab.tasks import base_model_folder
+from klamp.lab.tasks.arithmetic import base_model_folder
 
 CONFIG = Path(__file__).parent / "config_demo.yaml"
 SMALL = "--prompts_per_step 8 --eval_size 32 --eval_every 0 --save_every 0 --warmup_steps 0 --report_to none --cpu"

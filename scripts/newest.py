@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""Runs the parity lists with the newest versions of today, and writes down what was found.
+"""Runs the parity lists with the newest versions of today, and records the results.
 
     .venv-newest/bin/python scripts/newest.py [ARGUMENT OF PYTEST ...]     (make test-newest)
 
-The lists are those that hold klamp's numbers to a host's own. What was installed, what passed and each test that failed
-goes into docs/records/newest.md, under the day; a day that is there is written anew. Exit status: pytest's. It is no
-part of `make test-everything`, whose record is about a commit: what this finds changes without one.
+The lists compare klamp's numbers with a host's own, and bind the recipes of docs/hosts.md to the newest wheel of each
+other trainer, unpacked into build/recipes. A trainer without a wheel is bound to $KLAMP_CHECKOUTS/NAME, or its tests
+are NOT RUN. The versions, what passed and each failed test go into docs/records/newest.md, under the day; a second run
+on a day replaces the first. Exit status: pytest's. `make test-everything` leaves it out, because its record is about a
+commit, and these results change without one.
 """
 
 from __future__ import annotations
 
 import datetime
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -24,8 +27,28 @@ LISTS = {
     "TRL": ("tests/hosts/trl", "tests/test_trl.py", "tests/training/in_trl"),
     "verl": ("tests/hosts/verl", *(f"tests/engines/verl/test_{name}.py" for name in ("hooks", "driver", "overrides"))),
     "Tinker": ("tests/contracts/test_parity_tinker.py",),
+    "other trainers": ("tests/docs/test_recipes.py",),
 }
 PACKAGES = ("trl", "verl", "tinker", "transformers", "torch", "accelerate", "peft", "tensordict")
+RECIPES = ROOT / "build" / "recipes"
+WHEELS = {
+    "OpenRLHF": "openrlhf",
+    "SkyRL": "skyrl",
+    "ms-swift": "ms-swift",
+    "AReaL": "areal",
+    "Trinity-RFT": "trinity-rft",
+    "torchtitan": "torchtitan",
+}
+"""Trainer of docs/hosts.md -> its package."""
+
+
+def fetch_wheels() -> None:
+    """Unpack the newest wheel of each trainer, without its dependencies: the tests parse it and import nothing."""
+    options = ["--no-deps", "--ignore-requires-python", "--only-binary=:all:", "--no-compile", "--quiet", "--target"]
+    for trainer, package in WHEELS.items():
+        shutil.rmtree(RECIPES / trainer, ignore_errors=True)
+        command = [sys.executable, "-m", "pip", "install", *options, str(RECIPES / trainer), package]
+        subprocess.run(command, cwd=ROOT, check=False)  # without a network its tests are NOT RUN
 
 
 def section(day: str, report: Path) -> str:
@@ -39,7 +62,8 @@ def section(day: str, report: Path) -> str:
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
-    lines = [f"## {day}", "", f"{versions}.", ""]
+    wheels = ", ".join(x.stem.replace("-", " ") for x in sorted(RECIPES.glob("*/*.dist-info")))
+    lines = [f"## {day}", "", f"{versions}.", "", f"Recipes of docs/hosts.md: {wheels or 'no wheel'}.", ""]
     lines.append(f"{len(cases) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped.")
     for case in failed:
         (found,) = [each for each in case if each.tag in ("failure", "error")]
@@ -58,6 +82,7 @@ def page_of(page: str, day: str, found: str) -> str:
 def main() -> None:
     files = [file for several in LISTS.values() for file in several]
     REPORT.parent.mkdir(exist_ok=True)
+    fetch_wheels()
     command = [sys.executable, "-m", "pytest", "-m", "not slow", f"--junitxml={REPORT}", *files, *sys.argv[1:]]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     if not sys.argv[1:]:  # a part of the lists is no record

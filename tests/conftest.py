@@ -6,6 +6,7 @@ import os
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 # Before anything that reads them is imported; `setdefault`, so that a person can still say otherwise.
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,3 +78,11 @@ def default_base_model() -> Path:
     from tests.base_model import taught
 
     return taught()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line with the number of tests that need code that is not here; `-ra` lists them."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    count = sum("NOT RUN" in str(report.longrepr) for report in skipped)
+    if count:
+        terminalreporter.write_line(f"NOT RUN: {count} tests need a package, a wheel or a checkout that is not here")

@@ -12,7 +12,8 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
-from klamp.lab.tasks import Example, Task, TaskConfig, prompt_text
+from klamp.lab.tasks import Example, Task, TaskConfig
+from klamp.lab.tasks.files import prompt_text
 
 
 def leg_counting(config: TaskConfig, tokenizer: Any) -> Task:

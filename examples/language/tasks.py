@@ -24,8 +24,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from klamp.lab.tasks import Example, Task, TaskConfig, prompt_text, rows_task
+from klamp.lab.tasks import Example, Task, TaskConfig, rows_task
 from klamp.lab.tasks.base import is_held_out
+from klamp.lab.tasks.files import prompt_text
 
 WORDS = Path(__file__).resolve().parent / "words"
 MOST_WORDS = 8

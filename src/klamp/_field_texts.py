@@ -14,11 +14,17 @@ import sys
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """Field -> the text under it in the source of its class (or of the base that declares it), to a blank line."""
+    """Field -> the text under it in the source of its class (or of the base that declares it), to a blank line.
+
+    A field that has none there has the text that its metadata points to: of a class, a field, with words filled in.
+    """
     texts: dict[str, str] = {}
-    for each in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(each):
-            texts |= _classes(each.__module__).get(each.__name__, {})
+    for base in (base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)):
+        texts |= _classes(base.__module__).get(base.__name__, {})
+        for field in dataclasses.fields(base):
+            if field.name not in texts and field.metadata.get("text"):
+                owner, name, words = field.metadata["text"]
+                texts[field.name] = field_texts(owner)[name].format(**words)
     return texts
 
 

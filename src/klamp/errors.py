@@ -43,13 +43,10 @@ def _shown(match: re.Match[str]) -> str:
 class KlampError(Exception):
     """Root of every klamp error; its text reads what / got / why / fix, with no credentials of a URL in it.
 
-    Of what klamp received, and of the reason, the text has the first thousand characters: records and checkpoints may
-    hold anything, and what reads them repeats it.
-
     Args:
         what: one sentence that says what is wrong.
-        got: the value that klamp received.
-        why: why that cannot work.
+        got: the value that klamp received; the text shows its first thousand characters.
+        why: why that cannot work, cut like `got`, which it may repeat.
         fix: what to change.
     """
 
@@ -106,12 +103,7 @@ class RunFolderError(KlampError, FileExistsError):
 
 
 class TrainingStopped(KlampError, RuntimeError):
-    """Training ended before its last step; the message says where the state was saved.
-
-    Args:
-        resumable: whether there is a saved state that the run can go on from.
-        parts: see `KlampError`.
-    """
+    """Training ended before its last step; `resumable`: whether there is a saved state to go on from."""
 
     def __init__(self, what: str, *, resumable: bool = False, **parts: Any) -> None:
         super().__init__(what, **parts)
@@ -121,10 +113,6 @@ class TrainingStopped(KlampError, RuntimeError):
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended it rather than something that went wrong."""
         return isinstance(self.__cause__ or self.__context__, KeyboardInterrupt)
-
-
-class TrainerFailed(KlampError, RuntimeError):
-    """A process of a run, or a program that klamp started to train, ended before its last step or stopped answering."""
 
 
 class UnsupportedVersion(KlampError, ImportError):
@@ -144,18 +132,14 @@ class KLWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Refusal:
-    """A row of a table of refusals: whether it applies, and the four parts of the error that it then is."""
+    """A row of a table of refusals: whether it applies, and the four parts of the `ConfigError` that it then is."""
 
     applies: bool
-    """Whether the choice at hand is refused."""
     what: str
-    """One sentence that says what is wrong."""
     why: str
-    """Why that cannot work."""
     fix: str
-    """What to change."""
     got: object = None
-    """The value that klamp received, where the sentence does not name it."""
+    """The value that klamp received, if `what` does not name it."""
 
 
 def refuse(rows: Iterable[Refusal]) -> None:
@@ -165,36 +149,25 @@ def refuse(rows: Iterable[Refusal]) -> None:
             raise ConfigError(row.what, got=row.got, why=row.why, fix=row.fix)
 
 
-def check_name(kind: str, name: object, known: Iterable[str | None]) -> None:
-    """Refuse a name that is not in a table, with the nearest known name as the fix.
-
-    Args:
-        kind: what the name stands for, e.g. "KL estimator".
-        name: the name that was given.
-        known: the names that exist; None among them where none need be given.
-
-    Raises:
-        UnknownNameError: it is not among them.
-    """
-    names = list(known)
+def check_name(kind: str, name: object, choices: Iterable[str | None]) -> None:
+    """Refuse a name that is not in a table, see `unknown_name`; None among the names: it may be left out."""
+    names = list(choices)
     if not (name is None or isinstance(name, str)) or name not in names:
-        raise unknown_name(kind, name, [each for each in names if each is not None])
+        raise unknown_name(kind, name, filter(None, names))
 
 
-def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = "", fix: str = "") -> UnknownNameError:
+def unknown_name(kind: str, name: object, choices: Iterable[str], *, why: str = "", fix: str = "") -> UnknownNameError:
     """The error for a name that is not in a table, with the nearest known name as the fix.
 
     Args:
-        kind: what the name stands for, e.g. "KL estimator".
-        name: the name that was given; a flag has its dashes.
-        known: the names that exist.
-        why: an optional reason; by default the list of known names.
-        fix: what to do if no known name is near; by default the list of known names.
+        kind, name: what the name stands for, e.g. "KL estimator"; the name that was given, a flag with its dashes.
+        choices: the names that exist.
+        why, fix: the reason, and the way out if no known name is near; by default the list of known names.
     """
-    names = sorted(known)
+    names = sorted(choices)
     dashes, plain = "--" * str(name).startswith("--"), str(name).removeprefix("--")
-    nearest = [each for each in (f"{dashes}{HINTS.get(plain)}",) if each in names]
-    nearest = nearest or get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"{dashes}{HINTS.get(plain)}"
+    nearest = [hint] if hint in names else get_close_matches(str(name), names, n=1, cutoff=0.5)
     fix = f"did you mean {nearest[0]!r}?" if nearest else fix or f"choose one of: {', '.join(names)}"
     return UnknownNameError(f"unknown {kind}", got=brief(repr(name)), why=why or f"known: {', '.join(names)}", fix=fix)
 
@@ -205,22 +178,15 @@ def brief(text: str, longest: int = LONGEST_VALUE) -> str:
 
 
 def missing_library(library: str, *, by: str, instead: str = "") -> MissingLibrary:
-    """The error for a library that is not installed, with the extra (of the clone, if klamp is one) as the fix.
-
-    Args:
-        library: the name that pip knows, or that of the module.
-        by: what needs it, e.g. "klamp train".
-        instead: what else would do, as the end of a sentence: "or convert the file to JSONL".
-    """
+    """The error for a library that is not installed: `by` needs it, its extra brings it, `instead` would do as well."""
     extra, clone = extra_with(library), Path(__file__).parents[2]
     ours = f"-e '{clone}[{extra}]'" if (clone / "pyproject.toml").is_file() else f"'klamp[{extra}]'"
-    wanted = ours if extra else library
     brings = "klamp alone brings the KL layer and the commands verify, explain, audit, doctor and report"
     return MissingLibrary(
         f"{by} needs {library}, which is not installed",
         got=f"the environment {sys.prefix}",
         why=brings + (f"; {library} comes with klamp[{extra}]" if extra else ""),
-        fix=f"pip install {wanted}" + (f", {instead}" if instead else ""),
+        fix=f"pip install {ours if extra else library}" + (f", {instead}" if instead else ""),
     )
 
 
@@ -231,9 +197,9 @@ def extra_with(library: str) -> str | None:
     except metadata.PackageNotFoundError:  # a source tree that was never installed
         return None
     for requirement in declared:
-        name, extra = re.match(r"[\w.-]*", requirement), re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
-        if name and extra and extra[1] != "dev" and _as_pip_compares(name[0]) == _as_pip_compares(library):
-            return extra[1]
+        match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", requirement)
+        if match and match[2] != "dev" and _as_pip_compares(match[1]) == _as_pip_compares(library):
+            return match[2]
     return None
 
 

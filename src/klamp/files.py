@@ -16,7 +16,7 @@ LARGEST_YAML = 1_000_000
 
 
 def at_home(name: str | Path) -> Path:
-    """The path that a name stands for, with the home folder in the place of `~`; one of nobody stands as it is."""
+    """The path that a name stands for; `~` is the home folder, if the user has one."""
     with suppress(RuntimeError):
         return Path(name).expanduser()
     return Path(name)
@@ -28,11 +28,7 @@ def followed(path: Path) -> Path:
 
 
 def with_end(path: Path) -> Path:
-    """A path that may be read: of a file, a folder, or nothing, for its reader to say so.
-
-    Raises:
-        OSError: it is a pipe or a device, from which more may come for ever, or nothing.
-    """
+    """The path, if it is a file, a folder or missing; a pipe or a device raises an OSError."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is a pipe or a device, which may have no end", str(path))
     return path
@@ -42,8 +38,7 @@ def json_of(text: str) -> Any:
     """What a JSON text holds.
 
     Raises:
-        ValueError: it is none; or a text in it is none: half of a surrogate pair, which cannot be shown or written; or
-            a whole number in it is larger than every float.
+        ValueError: no JSON, half of a surrogate pair in a text, or a whole number larger than every float.
         RecursionError: it is nested too deeply.
     """
     value = json.loads(text, parse_int=_whole_number)
@@ -53,15 +48,11 @@ def json_of(text: str) -> Any:
 
 
 def yaml_of(text: str, loader: type | None = None) -> Any:
-    """What a YAML text holds.
-
-    Args:
-        text: of the file.
-        loader: one of yaml's; None: the safe one.
+    """What a YAML text holds; `loader`: one of yaml's, None the safe one.
 
     Raises:
-        ValueError: it is none, or a value in it is none (a month 13), or its aliases make it larger than `LARGEST_YAML`
-            (some lines can stand for billions of values); the message has one line.
+        ValueError: no YAML, an invalid value in it (a month 13), or aliases that make it larger than `LARGEST_YAML`;
+            the message has one line.
     """
     import yaml
 
@@ -78,18 +69,13 @@ def yaml_of(text: str, loader: type | None = None) -> Any:
 
 
 def _size(node: Any, sizes: dict[int, int]) -> int:
-    """How many values and characters a node of YAML stands for; one that holds itself stands for too many.
-
-    Args:
-        node: one of yaml's, or a key with its value.
-        sizes: of the nodes that were counted before.
-    """
+    """How many values and characters a node (or a key with its value) stands for; too many if it holds itself."""
     inside = node if isinstance(node, tuple) else getattr(node, "value", ())
     if isinstance(inside, str):
         return 1 + len(inside)
     if id(inside) not in sizes:
         sizes[id(inside)] = LARGEST_YAML + 1
-        sizes[id(inside)] = 1 + sum(_size(each, sizes) for each in inside)
+        sizes[id(inside)] = 1 + sum(_size(part, sizes) for part in inside)
     return sizes[id(inside)]
 
 

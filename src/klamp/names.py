@@ -15,7 +15,7 @@ METRICS_FILE, COMPLETIONS, ANSWERS = "metrics.jsonl", "completions.jsonl", "answ
 CAUTIONS = "cautions.jsonl"
 VERSIONS, SUMMARY, IDENTITY = "versions.json", "summary.json", "identity.json"
 ALARMS_FILE = "alarms.jsonl"
-"""The alarms of a run, written as they rise: one `Finding.record` per line."""
+"""The alarms of a run, written as they rise: one `AlarmFinding.record` per line."""
 OUTCOME = "outcome.json"
 """The result of a run in an ablation, done or failed."""
 RUNS = "runs"

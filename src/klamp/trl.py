@@ -45,21 +45,19 @@ __all__ = [
     "effective",
 ]
 
-Trainer = TypeVar("Trainer")
+AnyTrainer = TypeVar("AnyTrainer")
 
 
-def attach(trainer: Trainer, kl: KLConfig | TeacherConfig, *, ref_model: Any = None) -> Trainer:
+def attach(trainer: AnyTrainer, kl: KLConfig | TeacherConfig, *, ref_model: Any = None) -> AnyTrainer:
     """Give a TRL trainer that is built already, of any subclass, the KL of a configuration. Returns the trainer.
 
-    Its class becomes a subclass of its own that klamp's hooks come first in; nothing else of it changes. To be called
-    before `train`. A trainer that Unsloth has written gets the hooks that fit Unsloth's loss.
+    Call it before `train`. The trainer's class becomes a subclass that has klamp's hooks; nothing else of it changes.
 
     Args:
-        trainer: a `trl.GRPOTrainer`, or an instance of a user's subclass of it; or a `trl.DistillationTrainer`.
+        trainer: a `trl.GRPOTrainer` (Unsloth's too) or a `trl.DistillationTrainer`, or an instance of a subclass.
         kl: the whole KL term; its beta takes the place of the trainer's. For distillation a `TeacherConfig`, whose
             teacher_model names the teacher that the trainer has.
-        ref_model: the reference: a model; None: the trainer's own, or where it has none (it was built with beta 0) a
-            copy of the policy as it is now.
+        ref_model: the reference; None: the trainer's own, or without one (built with beta 0) a copy of the policy now.
 
     Raises:
         ConfigError: no TRL trainer, one that has trained already, or an option that cannot work in it.
@@ -74,9 +72,7 @@ def attach(trainer: Trainer, kl: KLConfig | TeacherConfig, *, ref_model: Any = N
 
 
 def effective(trainer: Any) -> Effective:
-    """What the KL of a TRL trainer will really do: klamp's, an attached one, or a stock trainer; on Unsloth too.
-
-    Read from the trainer, not from what it was asked for. Changes nothing.
+    """What the KL of a TRL trainer will really do, read from the trainer: klamp's, an attached or a stock one.
 
     Raises:
         ConfigError: no trainer of TRL's GRPO or distillation.

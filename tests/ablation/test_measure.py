@@ -12,11 +12,11 @@ from tests.training.conftest import TINY, disturb, rows_of, stored, tiny_llama
 
 from klamp.lab import checkpoint
 from klamp.lab.ablate import one_run as module
-from klamp.lab.ablate.one_run import evaluate, measure, measured, numbers_of
+from klamp.lab.ablate.one_run import evaluate, measured, numbers_of
 from klamp.lab.anchors import LocalReference
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import scores_of
+from klamp.lab.folders import newest_policy, scores_of
 from klamp.lab.models import load_model
 from klamp.lab.setup import Context
 from klamp.lab.tasks import arithmetic_tokenizer
@@ -189,7 +189,7 @@ def test_it_is_always_the_starting_model_that_is_measured_against(llama, tmp_pat
         disturb(other, seed=9, size=0.2)
         changes = {**changes, "ref_model": stored(other, tmp_path / "other")}
     config = trained(llama, tmp_path / "run", top_p=0.9, **changes)
-    found = measure(config, tmp_path / "run")
+    found = numbers_of(measured(config, newest_policy(tmp_path / "run")))
     at = checkpoint.checkpoints(tmp_path / "run")[-1] / "policy"
     if "lora_r" in changes:
         from peft import PeftModel
@@ -220,5 +220,5 @@ def test_the_scores_are_those_that_the_run_itself_found(llama, tmp_path, changes
     evaluations = [scores for row in rows_of(folder) if (scores := scores_of(row))]
     assert found.before == evaluations[0] and found.after == evaluations[-1]
     assert found.rl_skill == "addition" and found.state == "done"
-    assert found.numbers == measure(config, folder)
+    assert found.numbers == numbers_of(measured(config, newest_policy(folder)))
     assert found.numbers["kl/reverse"] > 1e-5, "something was learned"

@@ -13,7 +13,7 @@ from tests.training.conftest import steps_of
 from tests.waiting import wait_until
 
 from klamp.lab.ablate import one_run
-from klamp.lab.ablate.one_run import measure, perform
+from klamp.lab.ablate.one_run import measured, numbers_of, perform
 from klamp.lab.ablate.plan import Run, run_folder, runs
 from klamp.lab.ablate.results import read_outcome
 from klamp.lab.folders import newest_policy
@@ -39,7 +39,8 @@ def test_a_run_leaves_its_files_and_its_outcome(run, tmp_path) -> None:
     assert outcome.before == summary["before"] and outcome.after == summary["after"]
     assert set(outcome.after) == {"addition", "subtraction", "reversal"} and outcome.rl_skill == "addition"
     assert outcome.numbers.keys() == NUMBERS
-    assert outcome.numbers == {**measure(run.config, own), "beta": summary["final_metrics"]["beta"]}
+    measurement = numbers_of(measured(run.config, newest_policy(own)))
+    assert outcome.numbers == {**measurement, "beta": summary["final_metrics"]["beta"]}
 
 
 def test_a_run_that_was_interrupted_while_it_was_measured_is_not_trained_again(run, tmp_path) -> None:

@@ -88,7 +88,7 @@ STATED = {"1, equal forms are one": "surrogate", "3, a free factor of each compl
 
 
 @pytest.mark.parametrize(("name", "case", "world", "without"), RULES)
-def test_a_case_is_named_with_its_rule_and_not_without_it(
+def test_each_rule_is_needed(
     monkeypatch: pytest.MonkeyPatch, name: str, case: Case, world: World, without: Any
 ) -> None:
     def named() -> bool:
@@ -166,7 +166,7 @@ def test_rank_0_checks_a_call_site_once_and_tries_again_where_it_cannot_tell(mon
             found.append((verdict.ok, "earlier call" in verdict.summary))
         return found
 
-    monkeypatch.setattr(micro_batch, "_SEEN", {})
+    monkeypatch.setattr(micro_batch, "_VERDICTS", {})
     assert answers(5) == [(None, False), (True, False), (True, True), (True, True), (True, True)]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)

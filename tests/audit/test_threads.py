@@ -114,12 +114,7 @@ def inputs(w: World) -> Made:
     # one packed row: the trainer's log-probabilities stand one place left of the sampler's, mask and advantages
     flat, sampler, mask, a = (x.flatten() for x in (w.logp, w.sampler, w.mask, w.a.expand_as(w.logp)))
     flat = flat.roll(-1)
-    prime = {
-        "policy_logprobs": flat,
-        "mask": mask,
-        "sampler_logprobs": sampler,
-        "advantages": a[None],
-    }
+    prime = {"policy_logprobs": flat, "mask": mask, "sampler_logprobs": sampler, "advantages": a[None]}
     prime["segments"] = torch.arange(len(w.logp)).repeat_interleave(w.ids.shape[1])
     # the trainer divides its logits by 0.7; the plain model's logits are at hand for a comparison
     warm, nothing = pick(w.logits / 0.7, w.ids), dict.fromkeys(on(w))

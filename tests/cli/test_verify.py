@@ -132,7 +132,7 @@ def test_the_expected_length(argv: list[str], length: int) -> None:
         (["grpo", "--kl_betta", "1"], "kl_beta"),
         (["minus-k1", "--beta", "1"], "takes no flags"),
         (["grpo", "--length", "0"], "1 or more"),
-        (["--preset", "minus-k1"], "no penalty"),
+        (["--preset", "minus-k1"], "unknown preset"),
         (["nowhere.yaml"], "cannot be read"),
         (["ppo", "--scale_rewards", "std"], "group's std"),
     ],

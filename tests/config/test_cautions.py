@@ -246,7 +246,6 @@ ROWS: list[Row] = [
           ("teacher_tail", "none", DIR, TOPK),
           ("teacher_off_policy", "token", DIR | {"teacher_estimator": "exact"}, {"teacher_estimator": "k1"}),
           ("teacher_off_policy", "token", TOPK | {"teacher_tail": "bucket"}, {"teacher_tail": "sampled"}),
-          ("teacher_schedule_end", 0.5, DIR, {"teacher_schedule": "linear"}),
       )),
 ]  # fmt: skip
 """What is said, by what, where, where not, and whether it is true."""

@@ -134,16 +134,12 @@ def test_a_combination_either_builds_everything_or_is_refused_with_a_reason(fiel
         ({}, controllers.FixedController(0.2)),
         ({"target_kl": 0.05}, controllers.HoldController(0.2, target=0.05, min_value=0.02)),
         (
-            {"target_kl": 0.05, "kl_controller_gain": 0.02, "kl_controller_lead": 3.0},
-            controllers.HoldController(0.2, target=0.05, gain=0.02, lead=3.0),
-        ),
-        (
             {"target_kl": 0.05, "kl_controller": "step", "kl_controller_factors": (2.0, 0.5, 1.2, 0.8)},
             controllers.StepController(0.2, target=0.05, up=2.0, down=0.5, high=1.2, low=0.8),
         ),
         (
-            {"target_kl": 0.05, "kl_controller": "proportional", "kl_controller_clip": 0.7, "kl_controller_horizon": 7},
-            controllers.ProportionalController(0.2, target=0.05, horizon=7, clip=0.7),
+            {"target_kl": 0.05, "kl_controller": "proportional", "kl_controller_horizon": 7},
+            controllers.ProportionalController(0.2, target=0.05, horizon=7),
         ),
     ],
     ids=lambda each: getattr(each, "get", lambda *_: "")("kl_controller", "") if isinstance(each, dict) else "",

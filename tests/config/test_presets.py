@@ -17,7 +17,7 @@ from klamp.config import PRESETS, KLConfig, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.masking import masked_sum
 from klamp.core.objective import grpo_loss
-from klamp.errors import ConfigError, UnknownNameError
+from klamp.errors import UnknownNameError
 
 GROUP, GROUPS, TOKENS = 4, 3, 6
 STD_EPS = 1e-4
@@ -159,8 +159,12 @@ def deepseek_v3_2(s: Sampled) -> Tensor:
 
 
 def frpo(s: Sampled) -> Tensor:
-    """FRPO, equation 5.1: the reverse cumulative sum of the log-ratio, taken from the standardised advantage."""
-    spent = torch.where(s.mask, s.old - s.ref, 0.0)
+    """FRPO, equation 5.1: the reverse cumulative sum of the log-ratio, taken from the standardised advantage.
+
+    The paper keeps the old policy's log-ratio in later updates, which then follow KL(policy || ref) less
+    KL(policy || old); klamp's KL is that of the present policy.
+    """
+    spent = torch.where(s.mask, s.policy.detach() - s.ref, 0.0)
     to_go = torch.stack([spent[:, t:].sum(-1) for t in range(TOKENS)], dim=-1)
     return -mean_of_means(s, clipped(s, standardised(s.rewards) - 0.01 * to_go))
 
@@ -221,13 +225,6 @@ def test_presets_that_warn_are_built_only_when_asked_for() -> None:
     code = "import warnings; warnings.simplefilter('error'); import klamp.config; list(klamp.config.PRESETS)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("name", ["minus-k1", "ratio-weighted"])
-def test_a_printed_form_that_is_no_penalty_is_refused_with_the_way_to_its_explanation(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"klamp explain {name}") as raised:
-        preset(name)
-    assert not isinstance(raised.value, UnknownNameError)
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import KLConfig, LossConfig
-from klamp.config.loss import configured_price, price_at_distance, price_of, spread_of_group, spreads_of_right_or_wrong
+from klamp.config.loss import configured_price, price_at_distance, spread_of_group, spreads_of_right_or_wrong
 from klamp.errors import ConfigError
 
 PLACED = {"kl_estimator": "k1", "kl_horizon": "sequence"}
@@ -56,14 +56,6 @@ def test_division_by_the_std_leaves_no_single_price():
 def test_no_price_without_a_group_or_a_length(wrong):
     with pytest.raises(ConfigError, match="needs a group and lengths"):
         price(KLConfig(), LossConfig(), **wrong)
-
-
-def test_a_host_may_reduce_both_in_a_way_that_has_no_name():
-    sizes = {"group_size": 4, "mean_length": 10.0, "max_length": 50, "baseline": "leave_one_out", "scale": "none"}
-    for policy, kl in ((None, None), (None, "token_mean"), ("sequence_sum", None)):
-        assert price_of(0.04, placement="loss", policy=policy, kl=kl, **sizes).per_completion == 0.04
-    summed = price_of(0.04, placement="loss", policy="token_mean", kl="sequence_sum", **sizes)
-    assert summed.per_completion == pytest.approx(0.4)
 
 
 @given(right=st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=5))

@@ -18,10 +18,7 @@ URL: dict[str, Any] = {"teacher_url": "http://host:1"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (DIR | URL, "the teacher is named twice"),
     (DIR | {"teacher_kind": "live"}, "the teacher is named twice"),
-    ({"teacher_kind": "frozen"}, "needs teacher_model"),
-    ({"teacher_kind": "remote"}, "belong together"),
-    (DIR | {"teacher_kind": "remote"}, "belong together"),
-    ({"teacher_models": ("a=DIR",)}, "teacher_models and teacher_key belong together"),
+    ({"teacher_models": ("a=DIR",)}, "belongs with teacher_key"),
     ({"teacher_models": ("DIR",), "teacher_key": "t"}, "takes KEY=MODEL"),
     ({"teacher_models": ("a=X", "a=Y"), "teacher_key": "t"}, "takes KEY=MODEL"),
     (DIR | {"teacher_direction": "forward"}, "is not what k1 of a token estimates"),
@@ -49,6 +46,11 @@ def test_what_cannot_work_is_refused_with_the_reason(fields, text):
     with pytest.raises(ConfigError, match=text) as caught:
         TeacherConfig(**fields)
     assert caught.value.why and caught.value.fix
+
+
+@pytest.mark.parametrize("fields", [{"teacher_head": "teacher"}, {"teacher_top_k": 0}])
+def test_a_server_s_own_head_is_taken(fields):
+    assert TeacherConfig(**URL, teacher_estimator="topk", **fields).teacher_estimator == "topk"
 
 
 def test_every_row_of_the_table_is_among_these():

@@ -47,7 +47,7 @@ def test_a_soft_clip_that_is_none_is_cautioned_at_every_door(
     from klamp.trl import GRPOConfig
 
     soft: dict[str, Any] = {"kl_clip_method": "soft", "kl_clip_threshold": 0.05}
-    words = "kl_clip_temperature=1 is wide against a budget of 0.05 nats per token"
+    words = "kl_clip_temperature=1 is wide against the budget of 5 nats for 100 tokens"
     with pytest.warns(KLWarning, match=words):
         GRPOConfig(output_dir=str(tmp_path), report_to=[], bf16=False, beta=0.01, **soft)
     with pytest.warns(KLWarning, match=words):

@@ -46,10 +46,7 @@ def test_import_klamp_loads_nothing_but_itself() -> None:
     loaded = set(
         run_python("import sys; before = set(sys.modules); import klamp; print(*set(sys.modules) - before)").split()
     )
-    assert {name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names} == {
-        "klamp",
-        "klamp._version",
-    }
+    assert {name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names} == {"klamp"}
 
 
 def test_every_exported_name_needs_torch_alone_and_prints_and_warns_of_nothing() -> None:
@@ -100,8 +97,8 @@ print("all")
 
 @pytest.mark.slow
 def test_no_module_needs_what_linux_alone_has_to_be_imported() -> None:
-    parts = ("ablation", "cli", "records", "report", "training")
-    paths = [path.relative_to(SOURCE.parent) for part in parts for path in sorted((SOURCE / part).glob("*.py"))]
+    parts = ("cli", "doctor", "lab", "report")
+    paths = [path.relative_to(SOURCE.parent) for part in parts for path in sorted((SOURCE / part).rglob("*.py"))]
     names = [".".join(path.with_suffix("").parts) for path in paths if path.stem not in ("__init__", "__main__")]
     assert "klamp.lab.folders" in names and "klamp.lab.ablate.one_run" in names
     assert run_python(IMPORTED_ELSEWHERE.format(names=names)).splitlines()[-1] == "all"

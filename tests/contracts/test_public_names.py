@@ -6,13 +6,11 @@ outside imports by its own path goes into MODULES.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import inspect
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -133,20 +131,6 @@ def write_signature(function: object) -> str:
 def test_all_is_sorted_and_pinned() -> None:
     assert list(klamp.__all__) == sorted(klamp.__all__)
     assert list(klamp.__all__) == EXPORTED
-
-
-def test_type_checkers_see_the_names_where_python_finds_them() -> None:
-    """`klamp/__init__.py` says twice where a name comes from: the two may not disagree."""
-    tree = ast.parse(Path(klamp.__file__).read_text(encoding="utf-8"))
-    (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {
-        alias.name: f"{node.module}"
-        for node in checked.body
-        if isinstance(node, ast.ImportFrom) and node.module != "klamp"
-        for alias in node.names
-    }
-    assert seen == {name: f"klamp.{home}" for name, home in klamp._HOMES.items()}
-    assert {*seen, "__version__"} == set(EXPORTED)
 
 
 def test_the_rooms_are_there_without_an_import_of_their_own() -> None:

@@ -69,6 +69,20 @@ def test_two_terms_add_up():
     assert found.metrics["kl/k3"] == ref.metrics["kl/k3"] and found.metrics["teacher/k1"] != found.metrics["kl/k1"]
 
 
+def test_the_metrics_of_a_bounded_teacher_measure_the_distance_itself():
+    """The bound limits the pull, not what is logged; a token that the teacher rules out is counted, and in no mean."""
+    batch = scored()
+    policy, teacher = batch.policy_logprobs.detach(), batch.anchors["teacher"].logprobs.clone()
+    teacher[0, 0] = -torch.inf
+    delta = (policy - teacher)[batch.mask][1:]
+    batch = changed(batch, teacher_logprobs=teacher)
+    bounded = Weighted(0.3, replace(TEACHER, max_log_ratio=0.1))
+    metrics = grpo_loss(batch, objective_of(**SUM, others=(bounded,))).metrics
+    assert metrics["teacher/k1"] == pytest.approx(delta.mean().item())
+    assert metrics["teacher/kl"] == pytest.approx(((-delta).exp() - 1 + delta).mean().item())
+    assert metrics["teacher/log_ratio_clamped"] == pytest.approx((1 + (delta.abs() > 0.1).sum().item()) / 9)
+
+
 def test_on_policy_distillation_is_the_gradient_of_the_kl_at_each_prefix():
     """Placement `advantage`, k1, token: by enumeration over three words, also where an older policy sampled."""
     policy = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)

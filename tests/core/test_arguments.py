@@ -23,6 +23,7 @@ from klamp.core.arguments import (
     check_number,
     check_tensors,
     choices,
+    limited,
 )
 from klamp.errors import ConfigError, TensorError, UnknownNameError
 
@@ -74,20 +75,18 @@ class Meal:
 
     main: Literal["soup", "pie"] = "soup"
     sweet: Literal["cake"] | None = None
-    guests: int = 1
-    price: float = 2.5
+    guests: int = limited(1, POSITIVE)
+    price: float = limited(2.5, AT_LEAST_0)
     tip: float | None = None
     hot: bool = True
     note: str | None = None
     table: str = "round"
     courses: tuple[str, ...] = ()
     seats: tuple[int | str, ...] = ()
-    shares: tuple[float, float] = (0.5, 0.5)
+    shares: tuple[float, float] = limited((0.5, 0.5), AT_LEAST_0)
     cook: Cook = field(default_factory=Cook)
     anything: Any = None
 
-
-NUMBERS = {"guests": POSITIVE, "price": AT_LEAST_0, "shares": AT_LEAST_0}
 
 TAKEN: list[dict[str, Any]] = [
     {},
@@ -129,13 +128,13 @@ def test_the_choices_are_those_of_the_types_and_none_where_none_may_stand() -> N
 
 @pytest.mark.parametrize("changes", TAKEN)
 def test_what_a_field_takes_passes(changes: dict[str, Any]) -> None:
-    check_fields(Meal(**changes), NUMBERS)
+    check_fields(Meal(**changes))
 
 
 @pytest.mark.parametrize(("name", "value", "what", "fix"), REFUSED, ids=lambda each: repr(each)[:30])
 def test_what_a_field_does_not_take_is_refused_with_the_way_out(name: str, value: Any, what: str, fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_fields(Meal(**{name: value}), NUMBERS)
+        check_fields(Meal(**{name: value}))
     assert (caught.value.what, caught.value.fix) == (what, fix)
     assert caught.value.why and caught.value.got is not None
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import kl_div
 
-from klamp.core.estimators import exact_kl
+from klamp.core.estimators import exact_kl, kl_estimate
+from klamp.core.gradients import kl_penalty
 from klamp.core.heads.kl import linear_kl
 from klamp.core.topk import topk_kl
-from klamp.errors import ConfigError, ShapeError
+from klamp.errors import ConfigError, DataError, ShapeError
 
 DIRECTIONS = ("reverse", "forward", "js")
 rows = st.integers(2, 6).flatmap(
@@ -139,3 +140,29 @@ def test_nothing_flows_into_the_anchor():
         assert torch.autograd.grad(value, (policy, teacher), allow_unused=True)[1] is None
     with pytest.raises(ConfigError, match="carries the gradient"):
         exact_kl(policy.detach(), teacher)
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "negative log-likelihoods"])
+def test_what_is_no_logit_is_refused(kind):
+    whole = logits(1, 2, 5, 20)
+    given = whole.softmax(-1) if kind == "probabilities" else -whole.log_softmax(-1)
+    with pytest.raises(DataError, match=f"ref_logits holds {kind}"):
+        exact_kl(whole, given)
+
+
+@pytest.mark.parametrize("form", ["logits", "probabilities", "negative log-likelihoods"])
+def test_what_is_no_log_probability_is_refused(form):
+    right = logits(2, 3, 4).abs().neg()
+    wrong = {"logits": logits(3, 3, 4) + 3, "probabilities": right.exp(), "negative log-likelihoods": -right}[form]
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    for call in (lambda: kl_penalty(right, wrong, mask), lambda: kl_estimate(wrong, right)):
+        with pytest.raises(DataError, match="log-probabilities above 0"):
+            call()
+    padding = torch.arange(4).expand(3, 4) < 2
+    kl_penalty(right, torch.where(padding, right, wrong.abs()), padding)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_logits_of_a_vocabulary_are_recognised_by_their_shape():
+    with pytest.raises(ShapeError, match="a dimension of the vocabulary"):
+        kl_penalty(logits(4, 3, 4, 7), logits(5, 3, 4, 7), torch.ones(3, 4, dtype=torch.bool))

@@ -19,7 +19,7 @@ REF, MASK = torch.randn(3, 4).log_softmax(-1), torch.ones(3, 4, dtype=torch.bool
 HIDDEN, WEIGHT, TARGETS = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 4, 2])
 
 OWN: dict[str, Callable[[Tensor], Tensor]] = {
-    "kl_penalty": lambda x: kl_penalty(x, REF[: len(x)], MASK[: len(x)]),
+    "kl_penalty": lambda x: kl_penalty(-x.abs(), REF[: len(x)], MASK[: len(x)]),
     "linear_logprobs": lambda x: linear_logprobs(x, WEIGHT, TARGETS[: len(x)]),
     "linear_logprobs of a head that learns": lambda x: linear_logprobs(x, x[:1] + WEIGHT, TARGETS[: len(x)]),
     "linear_kl": lambda x: linear_kl(x, WEIGHT, HIDDEN[: len(x)], 2 * WEIGHT),

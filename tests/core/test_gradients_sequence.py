@@ -9,6 +9,7 @@ import torch
 from tests.core.test_gradients import VALUES, penalty
 
 from klamp.core.gradients import kl_penalty
+from klamp.core.term import KLTerm
 from klamp.errors import ConfigError
 from klamp.verify.oracle import examine, expected, local_kl, reverse_kl
 from klamp.verify.worlds import random_chain
@@ -48,6 +49,8 @@ def test_own_with_the_sequence_horizon_is_refused():
     mask = torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ConfigError, match="own"):
         kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), mask, gradient="own", horizon="sequence")
+    with pytest.raises(ConfigError, match="the exact forward KL has no sequence horizon"):
+        KLTerm(value="exact", gradient="forward", horizon="sequence")
 
 
 # --- the coefficients, one by one -----------------------------------------------------------------------------

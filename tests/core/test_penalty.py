@@ -117,18 +117,13 @@ def test_rewards_are_shifted_by_the_summed_k1_times_weight_and_the_gate_comes_af
 
 
 @pytest.mark.parametrize("horizon", ["token", "sequence"])
-def test_advantages_are_shifted_by_the_old_policys_kl(horizon):
+def test_advantages_are_shifted_by_the_present_policys_kl(horizon):
     batch, term = random_batch(), KLTerm(placement="advantage", horizon=horizon)
-    for given, old in (
-        (batch, batch.old_logprobs),
-        (replace(batch, old_logprobs=None), batch.policy_logprobs.detach()),
-    ):
-        expected = kl_in_advantage(
-            batch.advantages, old, read(batch, "ref_logprobs"), batch.mask, beta=0.2, horizon=horizon
-        )
-        found = shifted_advantages(given.advantages, prepare(given, term), beta=0.2)
-        torch.testing.assert_close(found, expected)
-        assert not found.requires_grad
+    policy, ref = batch.policy_logprobs.detach(), read(batch, "ref_logprobs")
+    expected = kl_in_advantage(batch.advantages, policy, ref, batch.mask, beta=0.2, horizon=horizon)
+    shifted = shifted_advantages(batch.advantages, prepare(batch, term), beta=0.2)
+    torch.testing.assert_close(shifted, expected)
+    assert not shifted.requires_grad
 
 
 def test_without_a_reference_every_part_says_so():

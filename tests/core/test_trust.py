@@ -11,6 +11,7 @@ from tests.batches import changed, flat_batch, objective_of
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.core.objective import grpo_loss
 from klamp.core.surrogates import TrustRegion
+from klamp.core.term import KLTerm
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, KLWarning
 
@@ -91,6 +92,42 @@ def test_unbounded_the_weighted_gradient_is_that_of_the_old_policy_and_each_boun
         assert (expected(region) - truth).norm() > 0.05
 
 
+@pytest.mark.parametrize("surrogate", ["score_function", "cispo", "ppo_clip"])
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask"])
+def test_a_mask_drops_no_kl_in_the_advantage(mode, surrogate):
+    """Enumeration of two tokens of four words: the KL's gradient is exact at the sampler's prefixes."""
+    torch.manual_seed(1)
+    policy = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(5, 4, dtype=torch.float64).log_softmax(-1)
+    sampler = (policy.detach() + torch.randn(5, 4, dtype=torch.float64)).log_softmax(-1)
+    first, second = torch.arange(16) // 4, torch.arange(16) % 4
+
+    def of(table: torch.Tensor) -> torch.Tensor:
+        return torch.stack([table[0][first], table[1 + first, second]], -1)
+
+    logprobs = policy.log_softmax(-1)
+    kl = (logprobs.exp() * (logprobs - ref)).sum(-1)
+    truth = torch.autograd.grad(kl[0] + (sampler[0].exp() * kl[1:]).sum(), policy)[0]
+    pulled = torch.zeros_like(policy)
+    cut = 0.0
+    for row in range(16):
+        batch = flat_batch(
+            policy_logprobs=of(policy.log_softmax(-1))[row : row + 1],
+            ref_logprobs=of(ref)[row : row + 1],
+            sampler_logprobs=of(sampler)[row : row + 1],
+            mask=torch.ones(1, 2, dtype=torch.bool),
+            advantages=torch.zeros(1, dtype=torch.float64),
+        )
+        kl_term = KLTerm(value="k1", placement="advantage")
+        trust = TrustRegion(mode=mode, low=0.5, high=2.0)
+        choices = {"surrogate": surrogate, "reduction": "sequence_sum", "beta": 1.0, "kl": kl_term, "trust": trust}
+        output = grpo_loss(batch, objective_of(**choices))
+        pulled += of(sampler)[row].sum().exp() * torch.autograd.grad(output.loss, policy)[0]
+        cut += output.metrics["sampler/tokens_cut"].item() / 16
+    assert cut > 0.2
+    torch.testing.assert_close(pulled, truth, rtol=0, atol=1e-12)
+
+
 def test_the_sampler_that_is_the_policy_changes_nothing_and_the_kl_keeps_its_own_weights():
     batch = batch_of([[1.0, 1.0], [1.0, 1.0]], [1.0, -1.0])
     region = TrustRegion(mode="sequence_mask", low=0.5, high=2.0, threshold=0.1)
@@ -114,4 +151,4 @@ def test_what_cannot_work_is_refused():
         LossConfig(vllm_importance_sampling_clip_max=2.0)
     loss = LossConfig(vllm_importance_sampling_mode="token_mask", off_policy_mask_threshold=0.25)
     region = TrustRegion(mode="token_mask", threshold=0.25)
-    assert build_objective(KLConfig(), loss, max_length=4).trust == region and not TrustRegion().there
+    assert build_objective(KLConfig(), loss, max_length=4).trust == region and not TrustRegion().is_set

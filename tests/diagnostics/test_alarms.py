@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.diagnostics.histories import completion, history_of
 
 from klamp.doctor import causes
-from klamp.doctor.alarm import is_apart, least_and_most, noise
+from klamp.doctor.alarm import KINDS, WORDS, is_apart, least_and_most, noise
 from klamp.doctor.alarms import ALARMS, check_names
 from klamp.doctor.history import History, RunSettings
 from klamp.doctor.metrics import METRICS
@@ -38,11 +38,12 @@ def test_every_alarm_has_a_test_of_its_rule(name: str) -> None:
 
 def test_what_an_alarm_needs_exists() -> None:
     for alarm in ALARMS.values():
-        for part in "|".join(alarm.needs).split("|"):
+        assert not alarm.concerns or alarm.concerns in KINDS
+        for part in "|".join(alarm.needs).replace("+", "|").split("|"):
             if part.startswith("settings."):
                 assert part.removeprefix("settings.") in RunSettings.__dataclass_fields__
             else:
-                assert part in {*METRICS, *FOREIGN, "completions", "evaluations", "sampler_logprobs"}
+                assert part in {*METRICS, *FOREIGN, *WORDS}
 
 
 def test_an_empty_run_raises_nothing() -> None:

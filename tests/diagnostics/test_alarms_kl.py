@@ -84,8 +84,8 @@ def test_step_zero_leaves_a_mean_over_updates_alone() -> None:
     pooled = RunSettings(k3_over_updates=True)
     assert look("step-zero-kl", history_of(settings=pooled, k3=[0.5])) is None
     assert look("step-zero-kl", history_of(settings=pooled, k3=[0.5], k1=[0.9e-4])) is None
-    found = look("step-zero-kl", history_of(settings=pooled, k3=[0.0], k1=[1.1e-4]))
-    assert found is not None and "kl/k1 is 1.10e-04" in found.text
+    evidence = look("step-zero-kl", history_of(settings=pooled, k3=[0.0], k1=[1.1e-4]))
+    assert evidence is not None and "kl/k1 is 1.10e-04" in evidence.text
 
 
 def moving(kl: float, *, reward: float = 0.8, length: float = 10.0, steps: int = 20, **settings: object) -> object:
@@ -124,8 +124,8 @@ def test_a_kl_of_exactly_0_is_a_policy_that_stands_or_a_reference_that_goes_with
 
 
 def test_a_kl_that_vanishes_in_one_step_is_a_reference_that_was_replaced() -> None:
-    found = look("detached-reference", history_of(k3=[0.0, 0.3, 0.47, 0.0]))
-    assert found is not None and "fell from 0.47 to 0 " in found.text
+    evidence = look("detached-reference", history_of(k3=[0.0, 0.3, 0.47, 0.0]))
+    assert evidence is not None and "fell from 0.47 to 0 " in evidence.text
     assert look("detached-reference", history_of(k3=[0.0, 0.3, 0.47, 0.0049])) is None
     assert look("detached-reference", history_of(k3=[0.0, 0.019, 0.019, 0.0])) is None
     assert look("detached-reference", history_of(k3=[0.0, 0.3, 0.0, 0.0])) is None, "that is noise"
@@ -210,8 +210,8 @@ def test_a_beta_that_ran_away() -> None:
 def test_a_sum_over_a_completion_that_is_below_0_is_negative_too() -> None:
     assert look("negative-k1", history_of(kl__k1_sequence=[0.0, -14.1])) is not None
     assert look("negative-k1", history_of(kl__k1_sequence=[0.0, -13.9])) is None
-    found = look("negative-k1", history_of(kl__k1_sequence=[-0.5 - 0.01 * (i % 3) for i in range(8)]))
-    assert found is not None and found.text.startswith("the last 8 values of kl/k1_sequence are below 0")
+    evidence = look("negative-k1", history_of(kl__k1_sequence=[-0.5 - 0.01 * (i % 3) for i in range(8)]))
+    assert evidence is not None and evidence.text.startswith("the last 8 values of kl/k1_sequence are below 0")
     assert look("negative-k1", history_of(kl__k1_sequence=[-0.5] * 7)) is None
     assert look("negative-k1", history_of(k3=[-0.5])) is not None, "as a callback sees it, which cannot read it anew"
     assert look("negative-k1", history_of(k3=[-1e-8] * 30)) is None, "rounding"
@@ -230,9 +230,7 @@ def test_one_outlier_is_no_distance() -> None:
     [("k3", 0.0029, 1e6, False), ("k3", 0.0031, 1e6, True), ("k1", -0.0031, 1e6, False), ("k1", -0.0035, 1e6, True),
      ("k3", 0.0041, None, False), ("k3", 0.0043, None, True), ("k1", 0.024, None, False), ("k1", 0.026, None, True)],
 )  # fmt: skip
-def test_at_step_zero_other_peoples_data_types_may_differ(
-    name: str, kl: float, tokens: float | None, alarmed: bool
-) -> None:
+def test_at_step_zero_other_data_types_may_differ(name: str, kl: float, tokens: float | None, alarmed: bool) -> None:
     """By four standard errors of as many tokens as the record tells, or of 200."""
     others, curves = RunSettings(other_kernels=True), {name: [kl]} | ({"length": [tokens]} if tokens else {})
     assert (look("step-zero-kl", history_of(settings=others, **curves)) is not None) is alarmed
@@ -270,3 +268,10 @@ def test_a_kl_that_no_policy_has_is_not_the_learning_rates() -> None:
         f.evidence.causes[0] for c in (far, fast) for f in examine(history_of(k3=c)).findings if "spike" in f.alarm.name
     ]
     assert [cause.split(",")[0] for cause in causes] == ["a few tokens", "the learning rate"]
+
+
+def test_a_negative_beta_is_an_alarm_unless_a_teacher_takes_it() -> None:
+    assert look("negative-beta", history_of(beta=[0.1, -0.0105])) is not None
+    assert look("negative-beta", history_of(k3=[0.1], settings=RunSettings(beta=-0.001))) is not None
+    for sound in (history_of(beta=[0.0]), history_of(k3=[0.1]), history_of(beta=[-0.5], teacher__kl=[0.1])):
+        assert look("negative-beta", sound) is None, "G-OPD has beta 1 - lambda beside a teacher"

@@ -42,12 +42,12 @@ def test_huge_values(curves: dict, alarmed: bool) -> None:
 def test_trained_tokens_without_a_log_probability(policy: tuple, trained: tuple | None, text: str | None) -> None:
     history = history_of(k1=[0.0])
     history.add_completions([completion(policy=policy, trained=trained)])
-    found = look("huge-values", history)
-    assert (None if found is None else found.text) == text
+    evidence = look("huge-values", history)
+    assert (None if evidence is None else evidence.text) == text
     if trained is None and text:  # as where the reference has no such token
         (each,) = history.completions[1]
         history.completions[1] = [replace(each, policy=(-1.0,) * 3, ref=policy)]
-        assert look("huge-values", history) == found
+        assert look("huge-values", history) == evidence
 
 
 def test_advantages_that_are_too_large() -> None:
@@ -135,8 +135,8 @@ def test_a_reward_collapses_by_three_tenths_of_its_best_and_says_where_the_learn
     assert not collapsed(0.7, 0.2, steps=4)
     assert not collapsed(0.02, 0.0, reward_std=[0.1] * 20), "less than half of what completions differ by"
     kl = [0.0] * 8 + [0.5 * i for i in range(12)]
-    found = look("reward-collapse", history_of(reward=wiggle([0.7] * 10 + [0.0] * 10), k3=kl, beta=[0.01] * 20))
-    assert found is not None and found.causes[0].startswith("the learning rate: the KL rose by 0.5 nats")
+    evidence = look("reward-collapse", history_of(reward=wiggle([0.7] * 10 + [0.0] * 10), k3=kl, beta=[0.01] * 20))
+    assert evidence is not None and evidence.causes[0].startswith("the learning rate: the KL rose by 0.5 nats")
 
 
 def rewards_drawn(*shares: float, completions: int, seed: int) -> list[float]:
@@ -153,9 +153,7 @@ def falls(rewards: list[float]) -> int:
 
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
 @pytest.mark.parametrize("completions", [4, 16, 64])
-def test_a_reward_that_few_completions_let_jump_has_not_collapsed_and_one_that_is_gone_has(
-    completions: int, share: float
-) -> None:
+def test_a_reward_that_jumps_has_not_collapsed_and_one_that_is_gone_has(completions: int, share: float) -> None:
     sound = [rewards_drawn(*[share] * 100, completions=completions, seed=seed) for seed in range(5)]
     assert sum(map(falls, sound)) == 0
     lost = rewards_drawn(*[0.7] * 50, *[0.0] * 50, completions=completions, seed=0)
@@ -180,8 +178,8 @@ def test_repetition_is_half_of_the_tokens_and_more_than_before() -> None:
     ],
 )
 def test_saturated_groups_say_why(reward: list[float], cause: str) -> None:
-    found = look("saturated", history_of(reward=reward, groups__saturated=[1.0] * len(reward)))
-    assert found is not None and found.causes[0].startswith(cause)
+    evidence = look("saturated", history_of(reward=reward, groups__saturated=[1.0] * len(reward)))
+    assert evidence is not None and evidence.causes[0].startswith(cause)
     assert look("saturated", history_of(groups__saturated=[0.98] * 20)) is None, "99 in 100 are"
     assert look("saturated", history_of(groups__saturated=[1.0] * 19)) is None
 
@@ -252,8 +250,8 @@ def test_the_trained_reward_on_held_out_prompts_is_no_skill() -> None:
     assert look("retention", history) is None
     for row in history.evaluations:
         row.metrics["gsm8k/acc/mean@8"] = row.metrics["reward"]  # pyright: ignore[reportIndexIssue]
-    found = look("retention", history)
-    assert found is not None and found.text == "gsm8k/acc/mean@8 went from 0.9 to 0.1"
+    evidence = look("retention", history)
+    assert evidence is not None and evidence.text == "gsm8k/acc/mean@8 went from 0.9 to 0.1"
 
 
 def test_without_a_number_of_examples_the_scatter_of_the_scores_is_the_margin() -> None:
@@ -270,8 +268,8 @@ def test_a_sampled_token_that_its_sampler_calls_impossible() -> None:
     for sampler, lost in (((-1.0, -math.inf, -0.5), True), ((-1.0, math.nan, -0.5), False)):
         history = history_of(k3=[0.0])
         history.add_completions([completion(sampler=sampler)])
-        found = look("huge-values", history)
-        assert (found is not None and "1 trained token" in found.text) is lost
+        evidence = look("huge-values", history)
+        assert (evidence is not None and "1 trained token" in evidence.text) is lost
 
 
 @pytest.mark.parametrize(("reward", "cut", "before"), [(-1.0, 1.0, True), (0.6, 1.0, False), (-1.0, 0.2, False)])

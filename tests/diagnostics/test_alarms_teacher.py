@@ -34,8 +34,8 @@ def test_a_teacher_that_is_not_reached() -> None:
 
 def test_of_several_teachers_one_that_is_not_reached_is_named() -> None:
     curves = {"teacher__kl": [0.5] * 10 + [0.2] * 50, "teacher__kl.code": [0.4] * 60, "teacher__coef": [1.0] * 60}
-    found = look("teacher-not-reached", history_of(**curves))
-    assert found is not None and found.text == "teacher/kl.code was 0.4 nats per token at first and is 0.4"
+    evidence = look("teacher-not-reached", history_of(**curves))
+    assert evidence is not None and evidence.text == "teacher/kl.code was 0.4 nats per token at first and is 0.4"
 
 
 def test_a_teacher_that_is_the_policy_does_nothing() -> None:

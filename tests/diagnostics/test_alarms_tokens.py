@@ -9,7 +9,8 @@ import torch
 from tests.diagnostics.histories import completion, history_of, look
 
 from klamp.doctor.causes import blame
-from klamp.doctor.history import Completion, History, Row
+from klamp.doctor.history import Completion, History, Row, RunSettings
+from klamp.doctor.metrics import settings_of
 from klamp.verify.worlds import truncate_top_p
 
 
@@ -54,9 +55,7 @@ def test_a_lost_end_token() -> None:
     assert look("end-token-lost", at_step(lost, lost, kept)) is not None
     assert look("end-token-lost", at_step(lost, kept)) is None, "half of them"
     assert look("end-token-lost", at_step(cut, cut, kept)) is None
-    assert look("end-token-lost", at_step(left_out, left_out, kept)) is None, (
-        "whole completions are left out on purpose"
-    )
+    assert look("end-token-lost", at_step(left_out, left_out, kept)) is None, "left out on purpose"
     padded = completion(trained=(True, True, False), sampled=(True, True, False), ended=True)
     assert look("end-token-lost", at_step(padded)) is None
 
@@ -90,15 +89,15 @@ def test_sampler_mismatch(curves: dict, alarmed: bool) -> None:
 def test_a_mismatch_names_the_tokens_by_the_sampler() -> None:
     history = history_of(sampler__k3=[0.5])
     history.add_completions([completion(sampler=(-1.0, -0.5, -0.5))])
-    found = look("sampler-mismatch", history)
-    assert found is not None
-    assert [(token.position, token.other_logprob, token.share) for token in found.tokens] == [(1, -0.5, 1.0)]
+    evidence = look("sampler-mismatch", history)
+    assert evidence is not None
+    assert [(token.position, token.other_logprob, token.share) for token in evidence.tokens] == [(1, -0.5, 1.0)]
 
 
 def cause(history: History) -> str:
-    found = look("sampler-mismatch", history)
-    assert found is not None
-    return found.causes[0] if found.causes else ""
+    evidence = look("sampler-mismatch", history)
+    assert evidence is not None
+    return evidence.causes[0] if evidence.causes else ""
 
 
 def test_what_came_with_the_updates_is_a_missing_sync_and_what_was_there_from_the_start_is_arithmetic() -> None:
@@ -107,9 +106,7 @@ def test_what_came_with_the_updates_is_a_missing_sync_and_what_was_there_from_th
     text = cause(history_of(sampler__k3=[0.02, 0.02]))
     assert "a missing sync alone does not explain it: other data types or kernels" in text
     assert "does not explain it" in cause(history_of(sampler__k3=[0.02, 0.2])), "it was there, whatever came after"
-    assert cause(history_of(sampler__k1=[0.008, 0.02], length=[1e6] * 2)) == "", (
-        "hardly grown: of neither is there a sign"
-    )
+    assert cause(history_of(sampler__k1=[0.008, 0.02], length=[1e6] * 2)) == "", "hardly grown"
     assert "it came with the updates" in cause(history_of(sampler__abs=[0.01, 0.9])), "TRL logs no k3"
 
 
@@ -152,3 +149,30 @@ def test_a_sampler_as_far_as_the_reference_has_the_weights_of_the_start() -> Non
     assert found is not None and found.causes[0].startswith("the sampler still has the weights that training started")
     stale = look("sampler-mismatch", history_of(k3=kl, sampler__k3=[0.0, *[0.02] * 19]))
     assert stale is not None and stale.causes[0].startswith("it came with the updates")
+
+
+def test_the_runs_own_top_p_is_named_and_only_where_it_explains_the_mismatch() -> None:
+    own = RunSettings(top_p=0.9)
+    assert cause(history_of(sampler__k1=[0.05] * 10, settings=own)).startswith("the run's own top_p 0.9:")
+    assert "the run's own" not in cause(history_of(sampler__k1=[0.2] * 10, settings=own)), "at most -log(0.9) = 0.105"
+    assert "the run's own" not in cause(history_of(sampler__k1=[-0.05] * 10, settings=own))
+    assert "the run's own" not in cause(history_of(sampler__k1=[0.05] * 10))
+    assert settings_of({"top_p": 0.9}, set()).top_p == 0.9
+
+
+PAD, END = "<pad>", "<eos>"
+
+
+@pytest.mark.parametrize(
+    ("pad", "trained", "alarmed"),
+    [(PAD, 1, False), (END, 1, False), (PAD, 0, True), (END, 0, True)],
+    ids=["padded", "padded with end tokens", "lost and padded", "lost, padded with end tokens"],
+)
+def test_padding_with_finite_numbers_is_no_lost_end_token(pad: str, trained: int, alarmed: bool) -> None:
+    """The trainer scores the padding too; `trained`: whether the mask has the end token."""
+    rows = []
+    for index, length in enumerate((2, 3, 4, 5)):
+        tokens = [*(f"{index}{i}" for i in range(length)), END, *[pad] * (8 - length)]
+        policy, mask = [-0.1 * i - 0.3 for i in range(9)], [i < length + trained for i in range(9)]
+        rows.append(completion(tokens=tokens, policy=policy, ref=None, trained=mask))
+    assert (look("end-token-lost", at_step(*rows)) is not None) is alarmed

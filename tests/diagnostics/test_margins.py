@@ -74,8 +74,6 @@ PAIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("alarm", "sound", "unsound"), PAIRS.values(), ids=PAIRS)
-def test_what_few_samples_show_by_chance_is_no_alarm_and_in_earnest_it_is(
-    alarm: str, sound: dict[str, Any], unsound: dict[str, Any]
-) -> None:
+def test_chance_is_no_alarm_and_a_real_fault_is_one(alarm: str, sound: dict[str, Any], unsound: dict[str, Any]) -> None:
     assert alarm not in {each.alarm.name for each in examine(history_of(**sound)).findings}
     assert alarm in {each.alarm.name for each in examine(history_of(**unsound)).findings}

@@ -14,7 +14,6 @@ def fields_of(name: str) -> str:
 
 
 def table() -> str:
-    """The table as the page prints it."""
     rows = [["`teacher_...`", *HAVE], ["---"] * (1 + len(HAVE))]
     rows += [
         [f"`{fields_of(name)}`", *("yes" if name in have else "refused" for have in HAVE.values())] for name in KINDS

@@ -39,22 +39,33 @@ class Worker:
         return self.kl_loss_func(logits=output_tensor, **data)  # type: ignore[attr-defined]
 
 
+class BaseLoss:
+    class Config:
+        pass
+
+
 def areal_loss(logprobs: Tensor, entropy: None, input_data: dict[str, Tensor], eps_clip: float) -> Tensor:
     assert "teacher_logp" not in input_data
     ratio, mask = (logprobs - input_data["logprobs"]).exp(), input_data["loss_mask"].bool()
     return -(ratio * input_data["advantages"])[mask].mean()
 
 
+NEMO_NAMES = ("LossType", "LossInputType", "MetricNormalizer")
 STANDINS: dict[str, dict[str, Any]] = {
     "prime_rl.trainer.rl.loss": {"LossOutputs": lambda loss, metrics: loss},
     "openrlhf.trainer.ray.ppo_actor": {},
     "skyrl.train.trainer": {"RayPPOTrainer": Trainer},
-    "nemo_rl.algorithms.loss.interfaces": {name: MagicMock() for name in ("LossType", "LossInputType")},
+    "nemo_rl.algorithms.loss.interfaces": {name: MagicMock() for name in NEMO_NAMES},
     "swift.rlhf_trainers.gkd_loss": {},
     "slime.backends.megatron_utils.loss": {"get_log_probs_and_entropy": lambda x, **_: (None, {"log_probs": [x]})},
+    "miles.backends.training_utils.loss_hub.logit_processors": {
+        "get_log_probs_and_entropy": lambda x, **_: {"log_probs": [x]}
+    },
     "areal.trainer.ppo.actor": {"grpo_loss_fn": areal_loss},
     "trinity.algorithm.policy_loss_fn.policy_loss_fn": {"PolicyLossFn": SimpleNamespace},
     "roll.pipeline.distill.distill_worker": {"StudentWorker": Worker},
+    "rllm": {"register_loss": lambda name: lambda function: function},
+    "torchtitan.components.loss": {"BaseLoss": BaseLoss, "compute_logprobs": lambda logits, labels: logits},
 }
 """Module of a trainer's that a snippet imports -> what of it the snippet uses."""
 
@@ -65,7 +76,8 @@ def defined(trainer: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         for path in accumulate(name.split("."), "{}.{}".format):
             monkeypatch.setitem(sys.modules, path, ModuleType(path))
         parent, _, last = name.rpartition(".")
-        setattr(sys.modules[parent], last, sys.modules[name])
+        if parent:
+            setattr(sys.modules[parent], last, sys.modules[name])
         vars(sys.modules[name]).update(held)
     code, _ = re.findall(r"```python\n(.*?)```", SECTIONS[trainer], re.S)
     names: dict[str, Any] = {}
@@ -83,7 +95,9 @@ def prime(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
 
 
 def openrlhf(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
-    return BETA * (names["ppo_actor"].compute_approx_kl(x.policy[None], x.anchor[None], "k3") * x.mask).sum()
+    options = {"log_probs_old": x.old[None], "kl_estimator": "k3", "unbiased_gradient": False}  # as 0.11.2 calls it
+    kl = names["ppo_actor"].compute_approx_kl(x.policy[None], x.anchor[None], **options)
+    return BETA * (kl * x.mask).sum()
 
 
 def skyrl(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
@@ -106,14 +120,26 @@ def nemo(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
     return 7 * value
 
 
+def nemo_distillation(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    heads = [row.log_softmax(-1)[None, None] for row in x.pair]
+    data = {"token_mask": torch.tensor([[0.0, 1.0, 0.0]]), "sample_mask": torch.ones(1)}
+    return 7 * BETA * names["KlampDistillation"]()(data, torch.tensor(3.0), torch.tensor(7.0), *heads, None)[0]
+
+
 def swift(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
-    policy, anchor = (x.rows[who].expand(3, -1) for who in ("policy", "anchor"))
+    policy, anchor = (row.expand(3, -1) for row in x.pair)
     return BETA * names["gkd_loss"].jsd_loss(policy, anchor, 1.0, chunk_size=2) / 3
 
 
 def slime(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
     batch = {key: [] for key in ("unconcat_tokens", "total_lengths", "response_lengths")}
     batch |= {"log_probs": [x.old], "teacher_log_probs": [x.anchor], "advantages": [x.reward]}
+    return names["klamp_loss"](None, batch, x.policy, lambda tokens: (tokens * x.mask).sum(), coefficient=BETA)[0]
+
+
+def miles(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    batch = {key: [] for key in ("unconcat_tokens", "total_lengths", "response_lengths")}
+    batch |= {"log_probs": [x.old], "opd_reverse_kl": [x.old - x.anchor], "advantages": [x.reward]}
     return names["klamp_loss"](None, batch, x.policy, lambda tokens: (tokens * x.mask).sum(), coefficient=BETA)[0]
 
 
@@ -136,9 +162,25 @@ def roll(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
     return BETA * names["KlampStudent"]().loss_func(given, 2.0 * x.rows["policy"][None, None])[0, 0]
 
 
-CALLS = dict(zip(SECTIONS, (prime, openrlhf, skyrl, nemo, swift, slime, areal, trinity, roll), strict=True))
-ON_POLICY = {"OpenRLHF", "SkyRL", "ms-swift", "ROLL"}
-KL_ALONE = ON_POLICY - {"SkyRL"}  # their functions hold no policy loss
+def rllm(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    ctx = SimpleNamespace(logp_curr=x.policy, logp_old=x.old, logp_ref=x.anchor, advantages=x.reward)
+    vars(ctx).update(
+        action_mask=x.mask.double(), params={"kl_beta": BETA}, aggregate=lambda tokens, mask: tokens @ mask
+    )
+    return names["klamp_loss"](ctx)[0]
+
+
+def torchtitan(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    loss = names["KlampLoss"](names["KlampLoss"].Config(beta=BETA))
+    drawn = {"generator_logprobs": x.old.where(x.mask, -torch.inf), "advantages": x.reward}
+    return 7 * loss(x.policy, None, 7, **drawn, loss_mask=torch.ones_like(x.mask))[0]
+
+
+ROWS = (prime, openrlhf, skyrl, nemo, nemo_distillation, swift, slime, miles, areal, trinity, roll, rllm, torchtitan)
+CALLS = dict(zip(SECTIONS, ROWS, strict=True))
+TO_SAMPLER = {"prime-rl", "torchtitan"}
+ON_POLICY = {"SkyRL", "NeMo-RL distillation", "ms-swift", "ROLL"}
+KL_ALONE = ON_POLICY - {"SkyRL"} | {"OpenRLHF"}  # their functions contain no policy loss
 
 
 @pytest.mark.parametrize("trainer", SECTIONS)
@@ -148,13 +190,13 @@ def test_the_expected_gradient_is_that_of_the_kl(trainer: str, monkeypatch: pyte
     policy, anchor, noise, reward = torch.randn(4, 5, dtype=torch.float64)
     policy.requires_grad_()
     old = policy.detach() + 0.05 * noise  # so near that no ratio is clipped
-    rows = {"policy": policy, "anchor": old if trainer == "prime-rl" else anchor, "old": old}
+    rows = {"policy": policy, "anchor": old if trainer in TO_SAMPLER else anchor, "old": old}
     drawn_by = rows["policy" if trainer in ON_POLICY else "old"].detach().softmax(-1)
     loss = torch.zeros((), dtype=torch.float64)
     for token in range(5):
         scored = {who: torch.stack((x.log_softmax(-1)[token], x[0] - 9)) for who, x in rows.items()}
         scored["reward"] = torch.stack((reward[token], torch.tensor(5.0)))
-        drawn = SimpleNamespace(**scored, mask=torch.tensor([True, False]), rows=rows)
+        drawn = SimpleNamespace(**scored, mask=torch.tensor([True, False]), rows=rows, pair=(policy, rows["anchor"]))
         loss = loss + drawn_by[token] * CALLS[trainer](names, drawn)
     (gradient,) = torch.autograd.grad(loss, policy)
     log_p, log_q = policy.log_softmax(-1), rows["anchor"].log_softmax(-1)
@@ -162,6 +204,23 @@ def test_the_expected_gradient_is_that_of_the_kl(trainer: str, monkeypatch: pyte
     rewarded = (trainer not in KL_ALONE) * (log_p.exp() * reward).sum()
     (expected,) = torch.autograd.grad(BETA * (forward if trainer == "ROLL" else reverse) - rewarded, policy)
     torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_metrics_that_nemo_rl_sums_are_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = defined("NeMo-RL", monkeypatch)["KlampLoss"]()
+    scored = {
+        f"{who}_logprobs": -3 * torch.rand(32, 6) for who in ("prev", "generation", "reference_policy", "next_token")
+    }
+    mask = (torch.arange(6) < torch.randint(2, 7, (32, 1))).float()
+    data = scored | {"advantages": torch.randn(32, 6), "token_mask": mask, "sample_mask": torch.ones(32)}
+    policy, totals = data.pop("next_token_logprobs")[:, 1:], (torch.tensor(32.0), mask[:, 1:].sum())
+
+    def metrics(rows: slice) -> dict[str, float]:
+        return loss({name: x[rows] for name, x in data.items()}, *totals, next_token_logprobs=policy[rows])[1]
+
+    whole, parts = metrics(slice(32)), [metrics(slice(i, i + 1)) for i in range(32)]  # 8 micro-batches on 4 ranks
+    ratios = {name: sum(part[name] for part in parts) / value for name, value in whole.items() if value}
+    assert ratios == pytest.approx(dict.fromkeys(ratios, 1.0), rel=1e-4)
 
 
 def one_row(x: SimpleNamespace) -> dict[str, Tensor]:
@@ -191,6 +250,7 @@ def _nemo(x: SimpleNamespace) -> dict[str, Any]:
 
 def _slime(x: SimpleNamespace) -> dict[str, Any]:
     named = {"log_probs": x.old, "ref_log_probs": x.ref, "advantages": x.advantages, "loss_masks": x.mask}
+    named["opd_reverse_kl"] = x.old - x.ref
     return {"batch": {name: list(value) for name, value in named.items()}, "scored": {"log_probs": x.rows}}
 
 
@@ -204,8 +264,18 @@ def _trinity(x: SimpleNamespace) -> dict[str, Any]:
     return given | {"advantages": x.advantages}
 
 
+def _rllm(x: SimpleNamespace) -> dict[str, Any]:
+    ctx = SimpleNamespace(logp_curr=x.policy, logp_old=x.old, logp_ref=x.ref, advantages=x.advantages)
+    vars(ctx).update(action_mask=x.mask, params={"kl_beta": BETA})
+    return {"ctx": ctx}
+
+
+def _torchtitan(x: SimpleNamespace) -> dict[str, Any]:
+    return vars(x) | {"sampler": x.ref, "self": SimpleNamespace(beta=BETA)}
+
+
 SCOPES = {"prime-rl": _prime, "OpenRLHF": _openrlhf, "SkyRL": _openrlhf, "NeMo-RL": _nemo, "slime": _slime}
-SCOPES |= {"AReaL": _areal, "Trinity-RFT": _trinity}
+SCOPES |= {"miles": _slime, "AReaL": _areal, "Trinity-RFT": _trinity, "rLLM": _rllm, "torchtitan": _torchtitan}
 """Trainer -> the names that its second snippet finds where it is put."""
 
 
@@ -229,14 +299,16 @@ def test_the_check_of_a_policy_loss(trainer: str, sound: bool, kl: str) -> None:
     x = {"policy": policy, "old": policy + 0.05 * noise, "ref": policy + 0.3 * far, "mask": mask.double()}
     x["advantages"] = reward[:, :1].expand(6, 8)
     x = {name: value.clamp(max=0) if name in ("old", "ref") else value for name, value in x.items()}
+    if trainer == "torchtitan":
+        x["ref"] = x["old"]  # it has no other anchor
     if trainer in ("prime-rl", "AReaL"):
         x = one_row(SimpleNamespace(**x))
-    rows = [row.clone().requires_grad_() for row in x["policy"]] if trainer == "slime" else []
+    rows = [row.clone().requires_grad_() for row in x["policy"]] if trainer in ("slime", "miles") else []
     x["policy"] = torch.stack(rows) if rows else x["policy"].clone().requires_grad_()
     b = SimpleNamespace(**x, rows=rows)
     ratio, delta = (b.policy - b.old).exp(), b.policy - b.ref
     k3 = torch.expm1(-delta) + delta
-    beta = 0.05 if trainer in ("NeMo-RL", "slime", "Trinity-RFT") else BETA
+    beta = 0.05 if trainer in ("NeMo-RL", "slime", "miles", "Trinity-RFT") else BETA
     tokens = beta * (ratio * k3 if sound else k3) - ratio * b.advantages
     verdict = verdict_of(trainer, SCOPES[trainer](b) | {"loss": (tokens * b.mask).sum() / b.mask.sum()})
     assert (verdict.ok, verdict.kl) == (sound, kl), str(verdict)
@@ -255,8 +327,8 @@ def test_the_check_of_a_divergence(trainer: str, sound: bool) -> None:
     log_p, log_q = ((x / heat).log_softmax(-1) for x in (student, teacher))
     forward = (log_q.exp() * (log_q - log_p)).sum(-1).mean()
     names = {"s_logits": student, "t_logits": teacher, "beta": 0 if sound else 1, "total": forward}
-    names |= {"output_tensor": student, "data": {"teacher_log_probs": log_q}, "labels": torch.ones(5, 8)}
-    names |= {"loss": forward if sound else (log_p.exp() * (log_p - log_q)).sum(-1).mean()}
+    names |= {"student_logits": student, "teacher_log_probs": log_q, "labels": torch.ones(5, 8)}
+    names |= {"distill_loss": forward if sound else (log_p.exp() * (log_p - log_q)).sum(-1).mean()}
     names |= {"self": SimpleNamespace(pipeline_config=SimpleNamespace(kd_temperature=heat))}
     verdict = verdict_of(trainer, names)
     assert (verdict.ok, verdict.kl) == (sound, "forward" if sound or trainer == "ms-swift" else "reverse"), str(verdict)

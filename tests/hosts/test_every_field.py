@@ -14,6 +14,7 @@ from tests.hosts.trl.hosts import arguments
 from klamp.config import KLConfig, LossConfig, TeacherConfig
 from klamp.config.fields import host_refusals
 from klamp.errors import ConfigError
+from klamp.hosts.common.kl_fields import kl_config, teacher_config
 from klamp.hosts.tinker.loss import LossCall
 from klamp.hosts.trl.grpo_config import check_arguments
 from klamp.hosts.unsloth.hooks import LOSS_TYPES
@@ -27,7 +28,7 @@ def of_trl(config: Any) -> Any:
     fields = {name: list(x) if isinstance(x, tuple) else x for name, x in vars(config).items()}
     fields = {name: x for name, x in fields.items() if x != getattr(type(config), name)}
     args = arguments(scale_rewards="none", **{"beta": getattr(config, "beta", 0.01)} | fields)
-    return args.kl_config() if isinstance(config, KLConfig) else args.teacher_config()
+    return (kl_config if isinstance(config, KLConfig) else teacher_config)(args)
 
 
 def of_unsloth(config: KLConfig) -> KLConfig:
@@ -62,8 +63,8 @@ HOSTS: dict[str, tuple[Callable[[Any], Any], tuple[type, ...]]] = {
 """Host -> what it makes of a configuration, and the configurations that it takes."""
 BESIDE = {"kl_monitor": {"beta": 0.0}}
 """Field -> what it counts with, though it works without."""
-ALIKE = {"teacher_kind": "frozen", "teacher_key": "x"}
-"""What is the default for a teacher that is a model, and what is one with the models that it goes with."""
+ALIKE = {"teacher_key": "x"}
+"""What counts with the models that it goes with alone."""
 
 
 def configurations(cls: Any, field: Any) -> list[tuple[Any, Any]]:

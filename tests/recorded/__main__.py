@@ -22,7 +22,6 @@ from klamp.errors import KLWarning
 
 
 def main() -> int:
-    """Write records, or try seeds."""
     parser = argparse.ArgumentParser(prog="python -m tests.recorded", description="Train the planted runs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="which runs; none: all that are recorded")
     parser.add_argument("--seeds", type=int, default=0, help="write nothing, and try so many seeds of each")

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,16 +37,11 @@ ANY: Steps = (1, 1000)
 class Planted:
     """A run to be trained."""
 
-    changes: Mapping[str, Any]
-    """Of the configuration of a tiny run; `model` is llama or gpt2 (tiny, random), or builtin."""
-    finds: Mapping[str, Steps] = field(default_factory=dict)
-    """Alarm or note -> the first and the last step at which it may rise, whatever the seed and the threads."""
-    alone: bool = False
-    """Whether no other alarm may rise; notes may."""
-    learns: bool = False
-    """Whether the last ten steps must earn more than the first ten."""
-    plant: Plant | None = None
-    """Makes something wrong with the trainer; what it patches, the stack undoes."""
+    changes: Mapping[str, Any]  # of a tiny run's configuration; `model` is llama or gpt2 (tiny, random), or builtin
+    finds: Mapping[str, Steps] = field(default_factory=dict)  # alarm or note -> the steps between which it may rise
+    alone: bool = False  # whether no other alarm may rise; notes may
+    learns: bool = False  # whether the last ten steps must earn more than the first ten
+    plant: Plant | None = None  # makes something wrong with the trainer; what it patches, the stack undoes
 
     def misses(self, diagnosis: Diagnosis) -> list[str]:
         """What is not as it must be, in words; empty if all is well."""
@@ -68,24 +64,14 @@ class Planted:
 
 
 def train(planted: Planted, folder: Path, **changes: Any) -> Diagnosis:
-    """Train a run in folder/run, and examine what it wrote.
-
-    Args:
-        planted: the run.
-        folder: where its model lies too.
-        changes: of its configuration, such as another seed.
-    """
+    """Train a run in folder/run with some values changed, and examine what it wrote."""
     values = {"model": "llama", **planted.changes, **changes}
     for name in ("model", "ref_model"):
         if values.get(name) in MODELS:
             values[name] = stored(MODELS[values[name]](), folder / values[name])
     with ExitStack() as undone:
-        plant = planted.plant
-        return trained(
-            folder / "run",
-            plant=None if plant is None else lambda trainer, told: plant(trainer, told, undone),
-            **values,
-        )
+        plant = planted.plant and partial(planted.plant, undone=undone)
+        return trained(folder / "run", plant=plant, **values)
 
 
 def _elsewhere() -> Any:
@@ -134,13 +120,14 @@ def _drift(trainer: Trainer, told: Told, undone: ExitStack) -> None:
 def _mask_without_ends(trainer: Trainer, told: Told, undone: ExitStack) -> None:
     real = rollouts.Rollout
 
-    def without_ends(**given: Any) -> Any:
-        completions = given["completions"]
+    def without_ends(**fields: Any) -> Any:
+        completions = fields["completions"]
         last = torch.zeros_like(completions.mask)
         last[torch.arange(len(last)), completions.mask.sum(-1) - 1] = True
-        kept = ~(last & completions.ended[:, None])
-        masks = {name: given[name] & kept for name in ("mask", "kl_mask")}
-        return real(**given | masks | {"totals": rollouts.totals_of(*masks.values())})
+        others = ~(last & completions.ended[:, None])
+        masks = {name: fields[name] & others for name in ("mask", "kl_mask")}
+        counts = (float(x) for x in (len(last), masks["mask"].sum(), masks["kl_mask"].sum()))
+        return real(**fields | masks | {"totals": rollouts.Totals(*counts)})
 
     undone.enter_context(patch.object(rollouts, "Rollout", without_ends))
 
@@ -187,17 +174,19 @@ CUT: dict[str, Any] = {
 """Every answer is cut, from the start on, and rewarded all the same."""
 IN_THE = {"kl_estimator": "k1", "kl_horizon": "sequence"}
 
+LOW_TARGET: dict[str, Any] = {"target_kl": 1e-3, "kl_controller": "step"}
+UNHELD: dict[str, Any] = {"beta": 0.0, "kl_monitor": True}
+SHORT: dict[str, Any] = {**ARITHMETIC, "max_steps": 8}
+
 FAULTY: dict[str, Planted] = {
     "adapter-not-zero": Planted(
         changes={"lora_r": 4, "max_steps": 1}, plant=_adapter_not_zero, finds={"step-zero-kl": (1, 1)}
     ),
     "adapter-not-synced": Planted(
-        changes={"lora_r": 4, "max_steps": 22, **SCALED},
-        plant=_stale_sampler,
-        finds={"sampler-mismatch": (2, 10)},
+        changes={"lora_r": 4, "max_steps": 22, **SCALED}, plant=_stale_sampler, finds={"sampler-mismatch": (2, 10)}
     ),
     "exploded-not-synced": Planted(
-        changes={"beta": 0.0, "kl_monitor": True, "max_steps": 3},
+        changes={**UNHELD, "max_steps": 3},
         plant=_stale_and_exploding,
         finds={"huge-values": (3, 3), "k3-far-above-k1": (3, 3), "sampler-mismatch": ANY},
     ),
@@ -226,15 +215,7 @@ FAULTY: dict[str, Planted] = {
         finds={"advantage-scale": (1, 2)},
     ),
     "low-target": Planted(
-        changes={
-            **ARITHMETIC,
-            "beta": 0.1,
-            "target_kl": 1e-3,
-            "kl_controller": "step",
-            "learning_rate": 3e-4,
-            "max_steps": 28,
-            **SCALED,
-        },
+        changes={**ARITHMETIC, **SCALED, **LOW_TARGET, "beta": 0.1, "max_steps": 28, "learning_rate": 3e-4},
         finds={"beta-runaway": (12, 28)},
     ),
     "lost-end-token": Planted(
@@ -256,13 +237,7 @@ FAULTY: dict[str, Planted] = {
         finds={"reward-collapse": (3, 40), "kl-far": (3, 40), "saturated": (20, 40)},
     ),
     "drift": Planted(
-        changes={
-            "reward": f"{REWARDS}constant",
-            "beta": 0.0,
-            "kl_monitor": True,
-            "prompts_per_step": 12,
-            "max_steps": 32,
-        },
+        changes={**UNHELD, "reward": f"{REWARDS}constant", "prompts_per_step": 12, "max_steps": 32},
         plant=_drift,
         finds={"kl-growing": (25, 32)},
     ),
@@ -281,6 +256,7 @@ FAULTY: dict[str, Planted] = {
 }
 """Runs with a fault, by the names of their records."""
 
+ADAPTER: dict[str, Any] = {"lora_r": 8, "beta": 0.04}
 _QUIET: dict[str, dict[str, Any]] = {
     "sound": SOUND,
     "sound-seed-1": {**SOUND, "seed": 1},
@@ -288,7 +264,7 @@ _QUIET: dict[str, dict[str, Any]] = {
     "sound-beta-1": {**SOUND, "beta": 1.0},
     "sound-target": {**SOUND, "target_kl": 0.05},
     "sound-tight-target": {**SOUND, "target_kl": 0.02, "seed": 2},
-    "sound-adapter": {**SOUND, "lora_r": 8, "learning_rate": 1e-3, "beta": 0.04},
+    "sound-adapter": {**SOUND, **ADAPTER, "learning_rate": 1e-3},
     "sound-by-std": {**SOUND, "loss_type": "grpo", "scale_rewards": "std", "advantage_baseline": "mean"},
     "sound-dapo": {**SOUND, "loss_type": "dapo", "seed": 3},
     "sound-in-the-reward": {**SOUND, "kl_placement": "reward", **IN_THE},
@@ -298,26 +274,11 @@ _QUIET: dict[str, dict[str, Any]] = {
     "sound-small-groups": {**SOUND, "num_generations": 4, "prompts_per_step": 16, "seed": 4},
     "sound-exact": {**SOUND, "kl_estimator": "exact", "seed": 5},
     "short": {**ARITHMETIC, "max_steps": 22, "eval_size": 16},
-    "short-adapter": {
-        **ARITHMETIC,
-        "max_steps": 16,
-        "eval_size": 16,
-        "seed": 1,
-        "beta": 0.04,
-        "lora_r": 8,
-        "learning_rate": 3e-4,
-    },
-    "short-beta-0": {**ARITHMETIC, "max_steps": 8, "seed": 2, "beta": 0.0},
-    "short-in-the-advantage": {**ARITHMETIC, "max_steps": 8, "seed": 3, "kl_placement": "advantage", **IN_THE},
-    "short-target": {
-        **ARITHMETIC,
-        "max_steps": 8,
-        "seed": 4,
-        "target_kl": 0.05,
-        "reference": "ema",
-        "num_iterations": 2,
-    },
-    "short-dr-grpo": {**ARITHMETIC, "max_steps": 8, "seed": 5, "loss_type": "dr_grpo", "beta": 0.0},
+    "short-adapter": {**SHORT, **ADAPTER, "max_steps": 16, "eval_size": 16, "seed": 1, "learning_rate": 3e-4},
+    "short-beta-0": {**SHORT, "seed": 2, "beta": 0.0},
+    "short-in-the-advantage": {**SHORT, "seed": 3, "kl_placement": "advantage", **IN_THE},
+    "short-target": {**SHORT, "seed": 4, "target_kl": 0.05, "reference": "ema", "num_iterations": 2},
+    "short-dr-grpo": {**SHORT, "seed": 5, "loss_type": "dr_grpo", "beta": 0.0},
     "cut-by-design-llama": CUT,
     "cut-by-design-gpt2": {**CUT, "model": "gpt2"},
 }

@@ -35,21 +35,12 @@ PATHS = ("model", "ref_model", "output_dir")
 
 
 def write(run: Path, record: Path, diagnosis: Diagnosis) -> None:
-    """Write the record of a run anew.
-
-    Args:
-        run: its folder.
-        record: the folder of the record; what is there goes.
-        diagnosis: what was found in the run.
-
-    Raises:
-        ValueError: in the record something else is found.
-    """
+    """Write the record of a run anew; a ValueError if the doctor finds something else in the record."""
     steps = sorted({row["step"] for row in lines(run / COMPLETIONS)})
-    for kept in (_around(diagnosis, steps), steps):
+    for some in (_around(diagnosis, steps), steps):
         shutil.rmtree(record, ignore_errors=True)
         record.mkdir(parents=True)
-        _write(run, record, kept)
+        _write(run, record, some)
         if said(examine(read_record(record))) == said(diagnosis):
             return
     raise ValueError(f"{record.name}: with short numbers the doctor finds something else")
@@ -70,8 +61,8 @@ def short(value: Any) -> Any:
     if isinstance(value, float) and math.isfinite(value):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, list):
-        return [short(each) for each in value]
-    return {name: short(each) for name, each in value.items()} if isinstance(value, Mapping) else value
+        return [short(inner) for inner in value]
+    return {name: short(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
 
 
 def _around(diagnosis: Diagnosis, steps: Collection[int]) -> list[int]:

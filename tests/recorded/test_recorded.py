@@ -19,7 +19,7 @@ from tests.recorded.record import FOLDER, lines, said
 from klamp.cli import main
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.alarms_run import TRUNCATED
-from klamp.doctor.examine import Diagnosis, Finding, examine
+from klamp.doctor.examine import AlarmFinding, Diagnosis, examine
 from klamp.doctor.readers import read_record
 from klamp.lab.folders import read_config, scores_of
 from klamp.lab.observers import AlarmObserver, Observer, RunInfo
@@ -36,6 +36,7 @@ WITH_TOKENS: dict[str, dict[str, int]] = {
 IN_NO_RUN = {
     "mask-on-prompt": "klamp's own loop hands out completions without their prompts; tests/diagnostics/"
     "test_alarms_tokens.py has it on the rows of other trainers",
+    "negative-beta": "klamp refuses it; tests/diagnostics/test_alarms_kl.py",
     "not-trained": "no planted run stands still for a reason of its own; tests/diagnostics/test_alarms_run.py",
     **{
         name: "no recorded run has a teacher; tests/diagnostics/test_alarms_teacher.py"
@@ -51,7 +52,7 @@ def diagnosis(name: str) -> Diagnosis:
     return examine(read_record(FOLDER / name))
 
 
-def finding(record: str, alarm: str) -> Finding:
+def finding(record: str, alarm: str) -> AlarmFinding:
     found = {each.alarm.name: each for each in diagnosis(record).findings}
     return found[alarm]
 
@@ -105,10 +106,10 @@ def test_the_command_fails_where_an_alarm_rose(name: str, capsys: pytest.Capture
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_run_that_goes_on_is_told_what_is_found_afterwards(name: str, tmp_path: Path) -> None:
-    rose: list[Finding] = []
+    rose: list[AlarmFinding] = []
 
     class Told(Observer):
-        def on_alarm(self, finding: Finding) -> None:
+        def on_alarm(self, finding: AlarmFinding) -> None:
             rose.append(finding)
 
     settings = read_record(FOLDER / name).settings

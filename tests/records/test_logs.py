@@ -76,9 +76,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("row", "column", "ours"), OTHERS)
-def test_a_kl_is_read_as_its_trainer_means_it_or_named(
-    tmp_path: Path, row: dict, column: str, ours: str | None
-) -> None:
+def test_a_kl_is_read_as_its_trainer_means_or_named(tmp_path: Path, row: dict, column: str, ours: str | None) -> None:
     history = read_metrics(lines(tmp_path, {**row, "reward": 0.5, column: 0.25}))
     assert (column in history.unread) is (ours is None)
     assert ours is None or history.rows[0].metrics[ours] == 0.25
@@ -273,9 +271,8 @@ def test_the_state_of_a_real_run(trl_run: Path) -> None:
     assert history.settings.verifier == "rules", "by the name of the reward function"
     totals = [row.metrics["length/total"] for row in history.rows]
     lengths = [row.metrics["length/mean"] for row in history.rows]
-    assert totals == pytest.approx([sum(8 * (4 + length) for length in lengths[: n + 1]) for n in range(6)]), (
-        "8 completions and their prompts of 4 tokens a step"
-    )
+    # 8 completions and their prompts of 4 tokens a step
+    assert totals == pytest.approx([sum(8 * (4 + length) for length in lengths[: n + 1]) for n in range(6)])
     diagnosis = examine(history)
     alarms = found(diagnosis)
     assert alarms["step-zero-kl"] == 1

@@ -47,22 +47,18 @@ FIRST = tuple(point for point in POINTS if point not in OF_A_RESUME)
 
 @dataclass(frozen=True, kw_only=True)
 class Blow:
-    """One SIGKILL."""
+    """A SIGKILL at one of `POINTS` or `AT_RANDOM`: at this share of the run's time, or of its times at the point."""
 
     point: str
-    """One of `POINTS`, or `AT_RANDOM`."""
     share: float
-    """When: the share of the undisturbed run's time, or of the times that it comes by the point. In [0, 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """A run that is killed."""
+    """A run of one of `CASES` that is killed; a second blow is for the resumed run."""
 
     case: str
-    """One of `CASES`."""
     blows: tuple[Blow, ...]
-    """One, or a second one for the run that was taken up."""
 
     def __str__(self) -> str:
         return f"{self.case}, " + ", then ".join(f"{blow.point} ({blow.share:.2f})" for blow in self.blows)
@@ -70,12 +66,10 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a run that was killed."""
+    """How many blows met the run alive, and what is not as in the undisturbed run."""
 
     hits: int
-    """How many of the blows met it alive."""
     differs: list[str]
-    """What is not as in the undisturbed run; empty if all is well."""
 
 
 def plan(count: int, seed: int) -> list[Kill]:
@@ -92,7 +86,7 @@ def plan(count: int, seed: int) -> list[Kill]:
         case = drawn.choice(cases)
         blows = [Blow(point=point, share=drawn.random())]
         if number % 3 == 2:
-            others = [each for each in (*FIRST, *OF_A_RESUME) if case in ONLY.get(each, CASES)]
+            others = [other for other in (*FIRST, *OF_A_RESUME) if case in ONLY.get(other, CASES)]
             blows.append(Blow(point=drawn.choice((AT_RANDOM, *others)), share=0.4 * drawn.random()))
         kills.append(Kill(case=case, blows=tuple(blows)))
     return kills
@@ -107,7 +101,6 @@ class Ground:
 
     @cached_property
     def model(self) -> str:
-        """The folder of the model."""
         return stored(tiny_llama(), self.folder / "model")
 
     def strike(self, kill: Kill) -> Outcome:
@@ -123,9 +116,9 @@ class Ground:
         """The run that the killed ones are held against."""
         if case not in self.whole:
             folder = self.folder / "whole" / case.replace(" ", "-")
-            code, told = self._run(case, folder, dict.fromkeys(POINTS, 0))
+            code, report = self._run(case, folder, dict.fromkeys(POINTS, 0))
             assert code == 0, f"{case}: the undisturbed run ended with {code}"
-            self.whole[case] = Whole(holds=contents(folder), **told)
+            self.whole[case] = Whole(holds=contents(folder), **report)
         return self.whole[case]
 
     def _hit(self, case: str, blow: Blow, folder: Path, whole: Whole) -> bool:
@@ -140,39 +133,29 @@ class Ground:
     def _run(
         self, case: str, folder: Path, aims: Mapping[str, int] | None = None, *, after: float | None = None
     ) -> tuple[int | None, dict[str, Any]]:
-        """Start a run or take it up; its exit code, and what it tells of itself at its end.
-
-        Args:
-            case: of the run.
-            folder: its folder.
-            aims: where it kills itself: point -> at which of its times there.
-            after: kill it so many seconds after its begin.
-        """
-        told = self.folder / "told.json"
-        told.unlink(missing_ok=True)
+        """Start or resume a run, killed at its nth time at a point or after some seconds; exit code, own report."""
+        report = self.folder / "told.json"
+        report.unlink(missing_ok=True)
         settings = {"model": self.model, "output_dir": str(folder), "resume": folder.exists()}
         values = {**COMMON, **CASES[case], **settings}
         _wait_for_another_second(folder)
-        child = children.start(train, values, dict(aims or {}), str(told))
+        child = children.start(train, values, dict(aims or {}), str(report))
         if after is not None:
-            children.wait_for(told)
+            children.wait_for(report)
             time.sleep(after)
             with suppress(ProcessLookupError):  # it was faster than the undisturbed one
                 os.killpg(child.pid, signal.SIGKILL)
         (code,) = children.end([child])
-        return code, json.loads(told.read_text() or "{}")
+        return code, json.loads(report.read_text() or "{}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """An undisturbed run."""
+    """An undisturbed run: its time, how often it came by each point, what its folder holds."""
 
     seconds: float
-    """How long it took."""
     passed: dict[str, int]
-    """How often it came by each point."""
     holds: dict[str, Any]
-    """What its folder holds."""
 
 
 def _wait_for_another_second(folder: Path) -> None:
@@ -182,14 +165,8 @@ def _wait_for_another_second(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def train(values: dict[str, Any], aims: dict[str, int], told: str) -> None:
-    """The process of a run.
-
-    Args:
-        values: the configuration.
-        aims: point -> at which of its times there it kills itself; 0: it counts them.
-        told: a file that it makes when it begins; at its end it says there how long it took, and what it came by.
-    """
+def train(values: dict[str, Any], aims: dict[str, int], report: str) -> None:
+    """The process of a run: makes the report when it begins, and fills it with its time and points at its end."""
     os.setpgrp()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", KLWarning)
@@ -197,9 +174,8 @@ def train(values: dict[str, Any], aims: dict[str, int], told: str) -> None:
     for name, aim in counts.items():
         POINTS[name](aim)
     started = time.perf_counter()
-    Path(told).touch()
+    Path(report).touch()
     train_run(TrainConfig.from_flat(values))
     seconds = time.perf_counter() - started
-    Path(told).write_text(
-        json.dumps({"seconds": seconds, "passed": {name: aim.passed for name, aim in counts.items()}})
-    )
+    passed = {name: aim.passed for name, aim in counts.items()}
+    Path(report).write_text(json.dumps({"seconds": seconds, "passed": passed}))

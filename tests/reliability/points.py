@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,6 @@ class Half:
         self.stream, self.aim = stream, aim
 
     def write(self, text: str) -> int:
-        """Write all of a text, or its first half and nothing ever after."""
         if self.aim():
             self.stream.write(text[: len(text) // 2])
             self.stream.flush()
@@ -106,12 +106,12 @@ def after(owner: Any, name: str, *, ruin: Callable[..., object] | None = None) -
         usual = getattr(owner, name)
 
         def call(*args: Any, **options: Any) -> Any:
-            found = usual(*args, **options)
+            output = usual(*args, **options)
             if aim():
                 if ruin is not None:
                     ruin(*args)
                 die()
-            return found
+            return output
 
         setattr(owner, name, call)
 
@@ -149,25 +149,14 @@ def tracked(aim: Aim) -> None:
 
     def write(self: Any, data: bytes) -> None:
         if aim():
-            stream, self._writer = self._writer, (pieces := Pieces())
+            stream, self._writer = self._writer, (pieces := BytesIO())
             usual(self, data)
-            stream.write(pieces.data[: len(pieces.data) // 2])
+            stream.write(pieces.getvalue()[: len(pieces.getvalue()) // 2])
             stream.flush()
             die()
         usual(self, data)
 
     RecordWriter.write = write
-
-
-class Pieces:
-    """Takes the place of a file, to see what is written to it."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    def write(self, data: bytes) -> None:
-        """Keep it."""
-        self.data += data
 
 
 POINTS: dict[str, Point] = {

@@ -23,28 +23,16 @@ COMMON: dict[str, Any] = {
     "log_completions_every": 1,
     "report_to": ("tensorboard",),
 }
+IN_ADVANTAGE = {"kl_estimator": "k1", "kl_placement": "advantage"}
+HELD = {"kl_controller": "step", "target_kl": 0.002, "kl_clip_method": "hard", "kl_clip_threshold": 1e-4}
 CASES: dict[str, dict[str, Any]] = {
     "controller": {"target_kl": 1e-4, "lr_scheduler_type": "linear"},
     "EMA": {"reference": "ema", "reference_decay": 0.5, "kl_controller": "step", "target_kl": 1e-3},
     "periodic": {"reference": "periodic", "reference_reset_steps": 3, "weight_decay": 0.1},
-    "LoRA": {
-        "lora_r": 2,
-        "kl_controller": "proportional",
-        "target_kl": 1e-3,
-        "kl_estimator": "k1",
-        "kl_placement": "advantage",
-    },
-    "several updates": {
-        "num_iterations": 2,
-        "gradient_accumulation_steps": 3,
-        "gradient_checkpointing": True,  # of which a caution tells at every start
-        "kl_controller": "step",
-        "target_kl": 0.002,
-        "kl_clip_method": "hard",
-        "kl_clip_threshold": 1e-4,
-    },
+    "LoRA": {"lora_r": 2, "kl_controller": "proportional", "target_kl": 1e-3, **IN_ADVANTAGE},
+    "several updates": {"num_iterations": 2, "gradient_accumulation_steps": 3, "gradient_checkpointing": True, **HELD},
 }
-"""What each run is besides that."""
+"""What each run is besides that; a caution tells of gradient checkpointing at every start."""
 MOVING = ("EMA", "periodic")
 """Those whose reference moves."""
 ALARMED = ("controller", "LoRA", "several updates")
@@ -55,31 +43,22 @@ LINES = ("metrics", "completions", "answers", "alarms", "cautions")
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """All that a run's folder holds but times: name -> what can be compared.
-
-    Args:
-        folder: of a run that is over.
-    """
-    found: dict[str, Any] = {name: _lines(folder / f"{name}.jsonl") for name in LINES}
-    found["files"] = sorted(
+    """All that the folder of an ended run holds but times: name -> what can be compared."""
+    held: dict[str, Any] = {name: _lines(folder / f"{name}.jsonl") for name in LINES}
+    held["files"] = sorted(
         str(path.relative_to(folder)) for path in folder.rglob("*") if "tracking" not in path.relative_to(folder).parts
     )
-    found["configuration"] = _without(yaml.safe_load((folder / "config.yaml").read_text()), "output_dir")
-    found["versions"] = (folder / "versions.json").read_text()
-    found["summary"] = _plain(_without(json.loads((folder / "summary.json").read_text()), "seconds"))
-    found["TensorBoard"] = scalars(folder / "tracking")
-    for each in sorted((folder / "checkpoints").glob("step-*")):
-        found |= {f"{what} of {each.name}": value for what, value in _checkpoint(each).items()}
-    return found
+    held["configuration"] = _without(yaml.safe_load((folder / "config.yaml").read_text()), "output_dir")
+    held["versions"] = (folder / "versions.json").read_text()
+    held["summary"] = _plain(_without(json.loads((folder / "summary.json").read_text()), "seconds"))
+    held["TensorBoard"] = scalars(folder / "tracking")
+    for step in sorted((folder / "checkpoints").glob("step-*")):
+        held |= {f"{what} of {step.name}": value for what, value in _checkpoint(step).items()}
+    return held
 
 
 def differing(one: dict[str, Any], folder: Path) -> list[str]:
-    """The names of what a folder holds otherwise than it should.
-
-    Args:
-        one: the contents of the folder of an undisturbed run.
-        folder: of a run that was killed, and is over.
-    """
+    """The names of what the folder of a killed run holds otherwise than an undisturbed one."""
     try:
         other = contents(folder)
     except (OSError, ValueError, RuntimeError) as error:
@@ -109,7 +88,7 @@ def _plain(row: Any) -> str:
 
 def _timeless(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _timeless(each) for name, each in value.items() if not name.startswith(TIMES)}
+        return {name: _timeless(inner) for name, inner in value.items() if not name.startswith(TIMES)}
     return value
 
 
@@ -118,14 +97,14 @@ def _without(row: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    held: dict[str, Any] = {
         "weights": {path.name: _tensors(load_file(path)) for path in sorted((folder / "policy").glob("*.safetensors"))},
         "moments": _tensors(torch.load(folder / "optimizer.pt", weights_only=True)),
         "state": _plain(json.loads((folder / "state.json").read_text())),
     }
     if (folder / "reference.safetensors").exists():
-        found["reference"] = _tensors(load_file(folder / "reference.safetensors"))
-    return found
+        held["reference"] = _tensors(load_file(folder / "reference.safetensors"))
+    return held
 
 
 def _tensors(value: Any) -> Any:
@@ -134,7 +113,7 @@ def _tensors(value: Any) -> Any:
         bits = value.contiguous().view(torch.uint8) if value.dim() else value.reshape(1).view(torch.uint8)
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(bits.numpy().tobytes()).hexdigest()}"
     if isinstance(value, dict):
-        return {name: _tensors(each) for name, each in value.items()}
+        return {name: _tensors(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_tensors(each) for each in value]
+        return [_tensors(inner) for inner in value]
     return value

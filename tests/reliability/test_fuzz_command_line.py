@@ -89,10 +89,7 @@ def test_klamp_ablate(words: list[str]) -> None:
     ends_well(["ablate", "--dry_run", *words])
 
 
-@given(
-    words=flags(fields_after("train")),
-    names=st.lists(st.sampled_from([*PRESETS, "k3", "x.yaml", ""]), max_size=2),
-)
+@given(words=flags(fields_after("train")), names=st.lists(st.sampled_from([*PRESETS, "k3", "x.yaml", ""]), max_size=2))
 @examples(6)
 def test_klamp_explain(words: list[str], names: list[str]) -> None:
     ends_well(["explain", *names, *words])

@@ -158,9 +158,7 @@ def test_kl_penalty(batch: Drawn, chosen: dict[str, Any], corrected: bool) -> No
 
 @given(batch=batches(forbidden=True), direction=st.sampled_from(get_args(Direction)), alike=st.booleans())
 @examples(80)
-def test_exact_kl_is_not_negative_and_nan_only_where_a_model_has_no_token_left(
-    batch: Drawn, direction: Direction, alike: bool
-) -> None:
+def test_exact_kl_is_at_least_0_and_nan_only_without_tokens(batch: Drawn, direction: Direction, alike: bool) -> None:
     policy, ref = batch.policy, batch.policy.to(batch.ref.dtype) if alike else batch.ref
     if policy.shape[-1] == 0:
         return
@@ -200,9 +198,7 @@ def upper(kl: Tensor) -> Tensor:
 
 @given(batch=batches(), level=st.sampled_from(get_args(ClipLevel)), own=st.booleans(), size=st.integers(1, 4))
 @examples(40)
-def test_the_kl_that_decides_a_clip_is_never_a_completions_own_unless_asked(
-    batch: Drawn, level: ClipLevel, own: bool, size: int
-) -> None:
+def test_a_clip_is_decided_by_the_others_unless_asked(batch: Drawn, level: ClipLevel, own: bool, size: int) -> None:
     kl = batch.policy[:, 0].abs() if batch.policy.shape[-1] else batch.policy.sum(-1)
     measured = batch.mask.any(-1)
     try:

@@ -23,9 +23,9 @@ from tests.training.conftest import stored, tiny_llama
 
 from klamp.errors import KlampError, RunFolderError
 from klamp.lab.checkpoint import SEAL, check, seal
-from klamp.lab.models import check_weights, length_of, load_model, load_tokenizer
-from klamp.lab.tasks import Example, named_reward
-from klamp.lab.tasks.base import LARGEST_REWARD
+from klamp.lab.models import check_weights, configuration, load_model, load_tokenizer
+from klamp.lab.tasks import Example
+from klamp.lab.tasks.base import LARGEST_REWARD, named_reward
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # as a user has it
 
@@ -55,9 +55,7 @@ def place(kind: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_usual_file_is_neither_waited_for_nor_read_without_an_end(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_usual_file_ends_in_time(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(20))
     Path("data.jsonl").write_text(rows)
@@ -127,7 +125,7 @@ def test_a_folder_of_a_model_is_loaded_or_refused(model: Path, data: st.DataObje
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(model, folder, dirs_exist_ok=True))
         (copy / name).write_bytes(damaged)
-        for load in (load_tokenizer, length_of, check_weights, load_model):
+        for load in (load_tokenizer, configuration, check_weights, load_model):
             try:
                 with limits():
                     load(folder)

@@ -120,9 +120,7 @@ def shuffled(batch: Batch, data: st.DataObject) -> list[int]:
 
 @given(case=cases(), data=st.data())
 @examples(60)
-def test_masked_tokens_on_either_side_or_between_change_nothing(
-    case: tuple[Batch, Objective], data: st.DataObject
-) -> None:
+def test_masked_tokens_at_any_place_change_nothing(case: tuple[Batch, Objective], data: st.DataObject) -> None:
     batch, objective = case
     tokens = batch.mask.shape[1]
     width = tokens + data.draw(st.integers(0, 4))
@@ -170,9 +168,7 @@ def _placed(x: Tensor, *, columns: list[int], rows: list[int], width: int) -> Te
 
 @given(case=cases(), data=st.data())
 @examples(30)
-def test_the_penalty_that_hosts_add_is_that_of_the_objective_however_it_is_padded(
-    case: tuple[Batch, Objective], data: st.DataObject
-) -> None:
+def test_the_penalty_of_hosts_is_that_of_the_objective(case: tuple[Batch, Objective], data: st.DataObject) -> None:
     """A host averages over the tokens that are trained on; klamp's penalty makes that the mean over those with a KL."""
     batch, objective = case
     term = objective.terms[0].term

@@ -46,9 +46,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 @CASES
 @pytest.mark.parametrize("mode", MODES)
-def test_under_autocast_and_deterministic_algorithms_the_losses_are_what_they_are_without(
-    objective: Objective, mode: str
-) -> None:
+def test_autocast_and_deterministic_algorithms_change_no_loss(objective: Objective, mode: str) -> None:
     """Autocast rounds products of matrices; there is none between log-probabilities and the loss."""
     plain = loss_and_slopes(objective, inputs())
     with MODES[mode]():
@@ -58,9 +56,7 @@ def test_under_autocast_and_deterministic_algorithms_the_losses_are_what_they_ar
 
 @CASES
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_values_without_gradients_are_those_with_them(
-    objective: Objective, mode: Callable[[], AbstractContextManager[None]]
-) -> None:
+def test_values_need_no_gradient(objective: Objective, mode: Callable[[], AbstractContextManager[None]]) -> None:
     batch = inputs()
     wanted = grpo_loss(batch, objective)
     with mode():

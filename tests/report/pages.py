@@ -26,12 +26,10 @@ class Node:
 
     @property
     def text(self) -> str:
-        """All text in it."""
         return "".join(child if isinstance(child, str) else child.text for child in self.children)
 
     @property
     def classes(self) -> list[str]:
-        """Its classes."""
         return (self.attributes.get("class") or "").split()
 
     def all(self, name: str = "", *, of: str = "", **attributes: str) -> list[Node]:
@@ -58,7 +56,6 @@ class Node:
                 yield from child.walk()
 
     def rows(self) -> list[list[str]]:
-        """The cells of a table, row by row, the headings first."""
         return [[cell.text for cell in row.walk() if cell.name in ("th", "td")] for row in self.all("tr")]
 
 

@@ -24,8 +24,8 @@ def test_the_worst_comes_first() -> None:
         run_of(completions=[completion(step=1, **ref(0.5)), completion(step=2, **ref(-2.0))]),
         run_of(completions=[completion(step=1, **ref(1.0))]),
     ]
-    found = ranked(runs)
-    assert [(each.run, each.completion.step, each.worst) for each in found] == [(0, 2, 2.0), (1, 1, 1.0), (0, 1, 0.5)]
+    shown = ranked(runs)
+    assert [(each.run, each.completion.step, each.worst) for each in shown] == [(0, 2, 2.0), (1, 1, 1.0), (0, 1, 0.5)]
 
 
 def test_what_an_alarm_blames_comes_before_everything() -> None:

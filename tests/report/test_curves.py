@@ -104,11 +104,7 @@ def test_several_runs_have_a_chart_per_metric_and_a_curve_per_run() -> None:
 def test_a_target_is_drawn_where_all_runs_have_it() -> None:
     def both(other: float) -> list[list[str]]:
         runs = [
-            run_of(
-                name=n,
-                k3=[0.1],
-                details={"config": {**STEPPED, "target_kl": t}},
-            )
+            run_of(name=n, k3=[0.1], details={"config": {**STEPPED, "target_kl": t}})
             for n, t in (("a", 0.1), ("b", other))
         ]
         return [[line.label for line in chart.lines] for chart in charts(runs, {})]

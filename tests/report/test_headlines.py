@@ -47,19 +47,15 @@ def test_skills_before_and_after() -> None:
     }
     half = run_of(scores=scores[:1], settings=settings)
     assert said(headlines(half, ["addition"], POINTS)) == {
-        "addition, trained": ("50.0", "points of 100", "not evaluated later"),
+        "addition, trained": ("50.0", "points of 100", "not evaluated later")
     }
     over = {each.label: each.over for each in headlines(half, ["addition"], POINTS)}
     assert over == {"addition, trained": "evaluation after step 0"}
     late = run_of(scores=[(20, {"a": 0.5})], reward=[0.1] * 37)
     (found,) = [each for each in headlines(late, ["a"], POINTS) if each.label == "a"]
-    assert (found.over, found.detail) == ("evaluation after step 20", "not evaluated later"), (
-        "step 37 was not evaluated"
-    )
+    assert (found.over, found.detail) == ("evaluation after step 20", "not evaluated later"), "not step 37"
     same = run_of(scores=[(20, {"a": 0.5}), (40, {"a": 0.5})])
-    assert said(headlines(same, ["a"], POINTS))["a"][2] == "as at the first evaluation", (
-        "nobody knows what was before training"
-    )
+    assert said(headlines(same, ["a"], POINTS))["a"][2] == "as at the first evaluation", "not before"
 
 
 def test_side_by_side() -> None:

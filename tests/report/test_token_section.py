@@ -66,9 +66,9 @@ def test_the_worst_ones_are_kept_where_room_is_short_and_a_too_large_one_makes_r
 def test_twins_are_counted() -> None:
     row = completion()
     run = run_of(completions=[row, row, completion(step=2)])
-    found = ranked([run])
-    assert said(found, found) == "All 3 completions, 2 cards where twins are joined, the worst token first."
-    assert said(found[1:], found[1:]) == "The only completion that was written."
+    shown = ranked([run])
+    assert said(shown, shown) == "All 3 completions, 2 cards where twins are joined, the worst token first."
+    assert said(shown[1:], shown[1:]) == "The only completion that was written."
 
 
 def test_filters_have_labels_and_limits() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from klamp.errors import ConfigError, DataError
-from klamp.lab.tasks import Example, TaskConfig, arithmetic_tokenizer, check_prompts
-from klamp.lab.tasks.files import chat_cautions, prompt_text, uses_chat_template
+from klamp.lab.tasks import Example, TaskConfig, arithmetic_tokenizer
+from klamp.lab.tasks.files import chat_cautions, check_prompts, prompt_text, uses_chat_template
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('odd role') }}"

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from klamp.errors import ConfigError, DataError, RewardError, UnknownNameError
-from klamp.lab.tasks import Example, Task, named_reward
-from klamp.lab.tasks.base import adapt, checked, with_reward
+from klamp.lab.tasks import Example, Task
+from klamp.lab.tasks.base import adapt, checked, named_reward, with_reward
 
 ROW = {"prompt": "2+2?", "answer": "4", "level": 3, "odd name": 1}
 EXAMPLE = Example(prompt="<user>2+2?", answer="4", fields=ROW)
@@ -124,9 +124,9 @@ def test_module_and_function_from_the_path(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(tmp_path)
     reward = named_reward("klamp_rewards_on_path:one")
     assert (reward(EXAMPLE, "4"), reward(EXAMPLE, "5")) == (1.0, 0.0)
-    with pytest.raises(UnknownNameError, match="(?s)unknown reward function.*did you mean 'one'"):
+    with pytest.raises(UnknownNameError, match="(?s)unknown function.*did you mean 'one'"):
         named_reward("klamp_rewards_on_path:onne")
-    with pytest.raises(UnknownNameError):
+    with pytest.raises(ConfigError):
         named_reward("klamp_rewards_on_path:constant")
 
 

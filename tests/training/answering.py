@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -65,37 +66,20 @@ def in_turn(*answers: tuple[int, object]) -> Iterator[tuple[str, list[Any]]]:
         yield url, asked
 
 
+@dataclass
 class VLLMServer:
-    """A stand-in; its `answer` is for `answering`.
+    """A stand-in; its `answer` is for `answering`."""
 
-    Args:
-        model: what it serves.
-        tokenizer: its tokenizer.
-        names: the models that it lists.
-        longest: its `max_model_len`.
-        key: what it wants as a bearer token.
-        texts: whether it takes texts.
-        scale: its numbers are those of the model times this.
-        without: whether it leaves prompt_logprobs out, as other servers do.
-        most: its `--max-logprobs`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        names: tuple[str, ...] = ("start",),
-        longest: int = 48,
-        key: str | None = None,
-        texts: bool = True,
-        scale: float = 1.0,
-        without: bool = False,
-        most: int = 20,
-    ) -> None:
-        self.model, self.tokenizer, self.names, self.longest = model, tokenizer, names, longest
-        self.key, self.texts, self.scale, self.without, self.most = key, texts, scale, without, most
-        self.asked: list[dict[str, Any]] = []
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    names: tuple[str, ...] = ("start",)  # the models that it lists
+    key: str | None = None  # what it wants as a bearer token
+    longest: int = 48  # its `max_model_len`
+    texts: bool = True  # whether it takes texts
+    scale: float = 1.0  # its numbers are those of the model times this
+    without: bool = False  # whether it leaves prompt_logprobs out, as other servers do
+    most: int = 20  # its `--max-logprobs`
+    asked: list[dict[str, Any]] = field(default_factory=list)
 
     def answer(self, path: str, asked: Any, headers: dict[str, str]) -> tuple[int, object]:
         if self.key is not None and headers.get("Authorization") != f"Bearer {self.key}":
@@ -131,8 +115,8 @@ class VLLMServer:
     def entry(self, row: torch.Tensor, token: int, top: int) -> dict[str, dict[str, Any]]:
         """The token itself, then the likeliest, each with its rank."""
         order = row.argsort(descending=True).tolist()
-        told = dict.fromkeys([token, *order[:top]])
-        return {str(i): {"logprob": row[i].item() * self.scale, "rank": order.index(i) + 1} for i in told}
+        listed = dict.fromkeys([token, *order[:top]])
+        return {str(i): {"logprob": row[i].item() * self.scale, "rank": order.index(i) + 1} for i in listed}
 
 
 def _error(message: str) -> dict[str, Any]:

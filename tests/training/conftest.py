@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.utils import logging
 
 from klamp.lab.config import TrainConfig
 from klamp.lab.observers import Observer, RunInfo
+from klamp.lab.rollouts import Rollout, collect
 from klamp.lab.setup import Context, build
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
@@ -96,7 +98,6 @@ def stored(model: PreTrainedModel, folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of the tiny Llama."""
     return stored(tiny_llama(), tmp_path_factory.mktemp("llama"))
 
 
@@ -110,7 +111,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of the tiny GPT-2."""
     return stored(tiny_gpt2(), tmp_path_factory.mktemp("gpt2"))
 
 
@@ -134,6 +134,17 @@ def context_of(config_of: Callable[..., TrainConfig]) -> Callable[..., Context]:
     return make
 
 
+def rollout_of(context: Context, *, beta: float, prompts: int = 3, step: int = 0) -> Rollout:
+    """The completions of the first prompts, with the KL at this beta."""
+    return collect(context, context.task.train[:prompts], step=step, terms=context.objective.weighted(beta).terms)
+
+
+def in_parts(context: Context, parts: int) -> Context:
+    """A run that divides each update into so many parts."""
+    optim = replace(context.config.optim, gradient_accumulation_steps=parts)
+    return replace(context, config=replace(context.config, optim=optim))
+
+
 class StopAfter(Observer):
     """Interrupts a run once a step is done, as Ctrl-C does."""
 
@@ -147,24 +158,21 @@ class StopAfter(Observer):
 
 def info_of(folder: Path, start_step: int, config: TrainConfig | None = None) -> RunInfo:
     """What a run that goes on after a step tells before it."""
-    known: dict[str, Any] = {
-        "parameters": 1,
-        "trainable_parameters": 1,
-        "reference": "",
-        "device": "cpu",
-    }
-    return RunInfo(config=config or TrainConfig(), output_dir=folder, start_step=start_step, **known)
+    sizes: dict[str, Any] = {"parameters": 1, "trainable_parameters": 1, "device": "cpu"}
+    return RunInfo(config=config or TrainConfig(), output_dir=folder, start_step=start_step, **sizes)
+
+
+def json_rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def rows_of(folder: Path | str, *, keep_speed: bool = False) -> list[dict[str, float]]:
     """The lines of metrics.jsonl; without the wall times, which no seed fixes."""
-    lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = json_rows(Path(folder) / "metrics.jsonl")
     return [{k: v for k, v in row.items() if keep_speed or not k.startswith("speed/")} for row in rows]
 
 
 def steps_of(folder: Path | str) -> list[dict[str, float]]:
-    """The lines of training steps."""
     return [row for row in rows_of(folder) if "reward" in row]
 
 

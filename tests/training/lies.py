@@ -58,6 +58,5 @@ def loaded_adapter(run: Path, backend: str) -> Any:
 
 
 def scores(model: Any) -> torch.Tensor:
-    """Logits of a few tokens."""
     with torch.no_grad():
         return model(torch.arange(2, 12)[None]).logits

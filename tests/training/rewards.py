@@ -14,7 +14,6 @@ def digits(completion: str, **_: Any) -> float:
 
 
 def short(completion: str, **_: Any) -> float:
-    """Minus the length."""
     return -float(len(completion))
 
 
@@ -29,7 +28,6 @@ def sevens(completion: str, **_: Any) -> float:
 
 
 def hundred(completion: str, **_: Any) -> float:
-    """`digits` in percent."""
     return 100 * digits(completion)
 
 
@@ -39,7 +37,6 @@ def nearly_equal(completion: str, **_: Any) -> float:
 
 
 def constant(completion: str, **_: Any) -> float:
-    """No signal at all."""
     return 1.0
 
 

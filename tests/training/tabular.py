@@ -152,12 +152,9 @@ def logprobs(folder: str | Path) -> Tensor:
 class Ended:
     """Where a run ended, in nats per completion."""
 
-    distance: float
-    """KL(policy||optimum)."""
-    kl: float
-    """KL(policy||ref)."""
-    optimal_kl: float
-    """KL(optimum||ref)."""
+    distance: float  # KL(policy||optimum)
+    kl: float  # KL(policy||ref)
+    optimal_kl: float  # KL(optimum||ref)
 
 
 def compare(policy: Tensor, ref: Tensor, *, price: float) -> Ended:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klamp.errors import RunFolderError
 from klamp.lab import checkpoint
-from klamp.lab.ablate.one_run import measure
+from klamp.lab.ablate.one_run import measured
 from klamp.lab.backends import train_run
 from klamp.lab.checkpoint import SEAL, seal
 from klamp.lab.config import TrainConfig
@@ -33,14 +33,14 @@ Damage = Callable[[Path], object]
 @pytest.fixture(scope="module")
 def runs(llama, tmp_path_factory):
     """Finished runs: all weights, and an adapter."""
-    found = {}
+    finished = {}
     for name, changes in {"full": {}, "adapter": {"lora_r": 2}}.items():
         folder = tmp_path_factory.mktemp("runs") / name
         values = {"model": llama, "output_dir": str(folder), **TINY, "save_every": 1, "keep_checkpoints": 3, **changes}
         values |= {"log_completions_every": 1}
         train_run(TrainConfig.from_flat(values))
-        found[name] = SimpleNamespace(folder=folder, values=values)
-    return found
+        finished[name] = SimpleNamespace(folder=folder, values=values)
+    return finished
 
 
 @pytest.fixture(params=["full", "adapter"])
@@ -62,34 +62,8 @@ def test_a_checkpoint_holds_safetensors_json_and_tensors_only(run):
     state = torch.load(run.newest / "optimizer.pt", weights_only=True)
     assert {"exp_avg", "exp_avg_sq", "step"} == state["state"][0].keys()
     assert float(state["state"][0]["step"]) == 4
-    found = json.loads((run.newest / "state.json").read_text())
-    assert found["step"] == 4 and found["controller"]["value"] == 0.01
-
-
-def test_a_checkpoint_loads_anywhere_and_scores_as_the_policy_did(context_of, tmp_path):
-    context = context_of()
-    disturb(context.policy)
-    optimizer = torch.optim.AdamW(context.policy.parameters())
-    folder = checkpoint.save(
-        tmp_path,
-        7,
-        policy=context.policy,
-        tokenizer=context.tokenizer,
-        optimizer=optimizer,
-        anchors={},
-        documents={},
-        keep=1,
-    )
-    assert folder.name == "step-000007"
-    model = AutoModelForCausalLM.from_pretrained(folder / "policy")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-    assert tokenizer("12+3= rev")["input_ids"] == arithmetic_tokenizer()("12+3= rev")["input_ids"]
-    completions = sample(context.policy)
-    with torch.no_grad():
-        ours = score(context.policy, completions, temperature=1.0)
-        theirs = score(model.eval(), completions, temperature=1.0)
-    assert torch.equal(ours.logprobs, theirs.logprobs)
-    assert model.generation_config.eos_token_id == context.policy.generation_config.eos_token_id
+    settings = json.loads((run.newest / "state.json").read_text())
+    assert settings["step"] == 4 and settings["controller"]["value"] == 0.01
 
 
 @pytest.fixture
@@ -97,8 +71,24 @@ def parts(context_of):
     """What a checkpoint is made of."""
     context = context_of()
     optimizer = torch.optim.AdamW(context.policy.parameters())
-    given = {"policy": context.policy, "tokenizer": context.tokenizer, "optimizer": optimizer, "anchors": {}}
-    return given | {"documents": {"state.json": {"step": 1}}}
+    saved = {"policy": context.policy, "tokenizer": context.tokenizer, "optimizer": optimizer, "anchors": {}}
+    return saved | {"documents": {"state.json": {"step": 1}}}
+
+
+def test_a_checkpoint_loads_anywhere_and_scores_as_the_policy_did(parts, tmp_path):
+    policy = parts["policy"]
+    disturb(policy)
+    folder = checkpoint.save(tmp_path, 7, **parts, keep=1)
+    assert folder.name == "step-000007"
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    assert tokenizer("12+3= rev")["input_ids"] == arithmetic_tokenizer()("12+3= rev")["input_ids"]
+    completions = sample(policy)
+    with torch.no_grad():
+        ours = score(policy, completions, temperature=1.0)
+        theirs = score(model.eval(), completions, temperature=1.0)
+    assert torch.equal(ours.logprobs, theirs.logprobs)
+    assert model.generation_config.eos_token_id == policy.generation_config.eos_token_id
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(parts, tmp_path, monkeypatch):
@@ -119,12 +109,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(parts, tmp_path, 
 
 
 def without(name: str) -> Damage:
-    """A file is gone."""
     return lambda folder: (folder / name).unlink()
 
 
 def with_state(text: str) -> Damage:
-    """state.json holds something else."""
     return lambda folder: (folder / "state.json").write_text(text)
 
 
@@ -266,11 +254,11 @@ def test_weights_that_changed_are_loaded_by_nobody(run, tmp_path):
     """Neither to go on training, nor to start from, to compare with, or to score what the run kept again."""
     config, policy = run.config, run.newest / "policy"
     elsewhere = shutil.copytree(run.newest, tmp_path / "best")
-    for folder in (*(each / "policy" for each in checkpoint.checkpoints(run.folder)), elsewhere / "policy"):
+    for folder in (*(step / "policy" for step in checkpoint.checkpoints(run.folder)), elsewhere / "policy"):
         (file,) = folder.glob("*.safetensors")
         content = file.read_bytes()
         file.write_bytes(content[:-400] + bytes(400))
-    loads = [lambda: measure(config, run.folder), lambda: dict(check_completions(config, run.folder))]
+    loads = [lambda: measured(config, run.newest / "policy"), lambda: dict(check_completions(config, run.folder))]
     if config.model.lora_r:
         loads += [lambda: with_adapter(tiny_llama(), config.model, elsewhere / "policy")]
     else:

@@ -6,10 +6,9 @@ import copy
 
 import pytest
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import load_model, save_model
 from tests.training.conftest import IN_REWARD, disturb, steps_of, tiny_llama
 
-from klamp.lab import checkpoint
 from klamp.lab.anchors import MovingReference
 from klamp.lab.backends import train_run
 
@@ -53,7 +52,7 @@ def test_an_averaging_reference_in_bfloat16_arrives_at_a_policy_that_stands_stil
     assert {p.dtype for p in moving.model.parameters()} == {torch.bfloat16}
     save_model(moving.average, str(tmp_path / "reference.safetensors"))
     resumed = MovingReference(tiny_llama().bfloat16(), decay=0.99)
-    checkpoint.load_anchors(tmp_path, {"reference": resumed.average})
+    load_model(resumed.average, str(tmp_path / "reference.safetensors"))
     for reference in (moving, resumed):
         reference.after_step(tiny_llama(), 1001)
     for one, other in ((moving.model, resumed.model), (moving.average, resumed.average)):

@@ -42,8 +42,7 @@ def test_folders_are_numbered_and_never_taken_twice(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "name"),
-    [("arithmetic", "arithmetic"), ("my.tasks:chess", "chess"), ("my/data.jsonl", "data")],
+    ("task", "name"), [("arithmetic", "arithmetic"), ("my.tasks:chess", "chess"), ("my/data.jsonl", "data")]
 )
 def test_a_run_without_output_dir_is_named_after_its_task(tmp_path, monkeypatch, task, name):
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.training import rewards
-from tests.training.conftest import disturb, tiny_llama
+from tests.training.conftest import disturb, rollout_of, tiny_llama
 from tests.training.test_sampling import sample
 from torch.utils.tensorboard import SummaryWriter
 
@@ -31,7 +31,6 @@ from klamp.errors import (
 )
 from klamp.lab.config import RolloutConfig
 from klamp.lab.loop import Trainer
-from klamp.lab.rollouts import collect
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 from klamp.lab.updates import adamw, update
 from klamp.scoring.completions import select
@@ -55,10 +54,10 @@ def expected_gradient(loss_of_token) -> tuple[torch.Tensor, torch.Tensor, torch.
     probs = policy.detach().exp()
     # one row per token, one position each
     losses = loss_of_token(policy[:, None], ref[:, None])
-    (found,) = torch.autograd.grad((probs * losses.reshape(V)).sum(), logits, retain_graph=True)
+    (gradient,) = torch.autograd.grad((probs * losses.reshape(V)).sum(), logits, retain_graph=True)
     (reverse,) = torch.autograd.grad((policy.exp() * (policy - ref)).sum(), logits, retain_graph=True)
     (forward,) = torch.autograd.grad((ref.exp() * (ref - policy)).sum(), logits)
-    return found, reverse, forward
+    return gradient, reverse, forward
 
 
 def data(rows: int = 4, tokens: int = 5):
@@ -81,12 +80,12 @@ def printed(policy, old, ref, advantages, mask, kl_coef: float, clip: float) -> 
 
 
 def test_the_divergence_has_the_printed_value_and_the_gradient_of_the_reverse_kl():
-    policy, ref = drawn(3, 4), drawn(3, 4, seed=1)
+    policy, ref = (-x.abs() for x in (drawn(3, 4), drawn(3, 4, seed=1)))
     torch.testing.assert_close(compute_kl_divergence(policy, ref), policy - ref)
-    found, reverse, forward = expected_gradient(compute_kl_divergence)
-    torch.testing.assert_close(found, reverse, rtol=0, atol=1e-12)
-    assert found.abs().max() > 0.05
-    assert (found - forward).abs().max() > 0.01
+    gradient, reverse, forward = expected_gradient(compute_kl_divergence)
+    torch.testing.assert_close(gradient, reverse, rtol=0, atol=1e-12)
+    assert gradient.abs().max() > 0.05
+    assert (gradient - forward).abs().max() > 0.01
     as_printed, _, _ = expected_gradient(lambda policy, ref: policy - ref)
     assert as_printed.abs().max() < 1e-12, "differentiated as printed, nothing is left"
 
@@ -95,30 +94,29 @@ def test_the_divergence_has_the_printed_value_and_the_gradient_of_the_reverse_kl
 @pytest.mark.parametrize("clip", [0.2, 0.05])
 def test_the_loss_has_the_value_that_the_document_prints(kl_coef, clip):
     policy, old, ref, advantages, mask = data()
-    loss, seen = compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=kl_coef, cliprange=clip)
+    loss, metrics = compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=kl_coef, cliprange=clip)
     expected = printed(policy, old, ref, advantages, mask, kl_coef, clip)
     torch.testing.assert_close(loss, expected)
     k1 = float((policy - ref)[mask].mean())
-    assert float(seen["kl_penalty_mean"]) == pytest.approx(kl_coef * k1)
-    assert float(seen["kl_mean"]) == pytest.approx(k1)
-    assert float(seen["policy_loss"]) == pytest.approx(float(printed(policy, old, ref, advantages, mask, 0.0, clip)))
+    assert float(metrics["kl_penalty_mean"]) == pytest.approx(kl_coef * k1)
+    assert float(metrics["kl_mean"]) == pytest.approx(k1)
+    assert float(metrics["policy_loss"]) == pytest.approx(float(printed(policy, old, ref, advantages, mask, 0.0, clip)))
     outside = ((policy - old).exp() - 1)[mask]
     sign = advantages[:, None].expand_as(policy)[mask]
     bound = ((outside > clip) & (sign > 0)) | ((outside < -clip) & (sign < 0))
-    assert float(seen["clip_fraction"]) == pytest.approx(float(bound.double().mean()))
-    assert float(seen["log_prob_mean"]) == pytest.approx(float(policy[mask].mean()))
-    assert not any(x.requires_grad for x in seen.values())
+    assert float(metrics["clip_fraction"]) == pytest.approx(float(bound.double().mean()))
+    assert float(metrics["log_prob_mean"]) == pytest.approx(float(policy[mask].mean()))
+    assert not any(x.requires_grad for x in metrics.values())
 
 
 def test_parts_of_a_batch_add_up_to_the_whole():
     policy, old, ref, advantages, mask = data()
-    given = {"kl_coef": 0.3}
-    whole, _ = compute_loss(policy, old, advantages, mask, ref_log_probs=ref, **given)
+    whole, _ = compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=0.3)
     (slope,) = torch.autograd.grad(whole, policy)
     totals, sums, slopes = Totals(4.0, float(mask.sum()), float(mask.sum())), 0.0, torch.zeros_like(policy)
     for rows in (slice(0, 1), slice(1, 4)):
         part, _ = compute_loss(
-            policy[rows], old[rows], advantages[rows], mask[rows], ref_log_probs=ref[rows], totals=totals, **given
+            policy[rows], old[rows], advantages[rows], mask[rows], ref_log_probs=ref[rows], totals=totals, kl_coef=0.3
         )
         sums += float(part)
         slopes += torch.autograd.grad(part, policy)[0]
@@ -226,14 +224,12 @@ def test_what_a_reader_takes_apart_is_what_runs(context_of, beta):
     )
     model, ref = copy.deepcopy(context.policy), copy.deepcopy(context.policy)
     trainer = Trainer(context, [])
-    taken = [example for step in range(3) for example in trainer.prompts(step)]
-    theirs = []
-    for _ in range(3):
-        theirs.append(trainer.train_step())
+    prompts = [example.prompt for step in range(3) for example in trainer.prompts(step)]
+    theirs = [trainer.train_step() for _ in range(3)]
     history = train(
         model,
         context.tokenizer,
-        [example.prompt for example in taken],
+        prompts,
         lambda prompt, completion: rewards.digits(completion),
         adamw(model, context.config),
         ref_model=ref,
@@ -253,20 +249,20 @@ def test_what_a_reader_takes_apart_is_what_runs(context_of, beta):
 def test_a_micro_batch_adds_what_the_trainers_adds_bit_by_bit(context_of):
     context = context_of(**PRINTED | {"max_grad_norm": 0.0})
     disturb(context.policy, size=0.03)
-    taken = collect(context, context.task.train[:4], step=0, terms=context.objective.weighted(0.3).terms)
-    output = update(context, torch.optim.SGD(context.policy.parameters(), lr=0.0), taken, context.objective)
+    rollout = rollout_of(context, prompts=4, beta=0.3)
+    output = update(context, torch.optim.SGD(context.policy.parameters(), lr=0.0), rollout, context.objective)
     expected = {name: p.grad.clone() for name, p in context.policy.named_parameters()}
 
     def added(model, ref_model) -> float:
         loss = 0.0
         context.policy.zero_grad()
         for part in context.parts(24):
-            found, seen = grpo_microbatch_step(
-                model, select(taken.completions, part), taken.advantages[part],
-                ref_model=ref_model, kl_coef=0.3, totals=taken.totals,
+            part_loss, metrics = grpo_microbatch_step(
+                model, select(rollout.completions, part), rollout.advantages[part],
+                ref_model=ref_model, kl_coef=0.3, totals=rollout.totals,
             )  # fmt: skip
-            assert not found.requires_grad and not any(x.requires_grad for x in seen.values())
-            loss += float(found.double())
+            assert not part_loss.requires_grad and not any(x.requires_grad for x in metrics.values())
+            loss += float(part_loss.double())
         return loss
 
     assert added(context.scorer, context.reference.scorer) == output.losses["train/loss"]
@@ -291,10 +287,8 @@ def test_the_loop_writes_to_tensorboard_as_much_as_doctor_reads_of_the_trainer(t
     record = read_record(tmp_path)
     assert [row.step for row in record.rows] == [1, 2, 3]
     for row, logged in zip(record.rows, history, strict=True):
-        found = {
-            name: value for name, value in row.metrics.items() if name != "speed/step_seconds"
-        }  # the events' clock
-        assert found == {THEIRS.get(name, name): pytest.approx(value, rel=1e-5) for name, value in logged.items()}
+        metrics = {name: value for name, value in row.metrics.items() if name != "speed/step_seconds"}  # of the events
+        assert metrics == {THEIRS.get(name, name): pytest.approx(value, rel=1e-5) for name, value in logged.items()}
     assert record.names >= {
         "kl/k1", "kl/k3", "kl/k1_sequence", "kl/k3_sequence", "kl/log_ratio_max", "ref/logp_mean",
         "reward", "reward_std", "groups/saturated", "length/mean", "length/truncated", "policy/logp_mean",
@@ -302,8 +296,9 @@ def test_the_loop_writes_to_tensorboard_as_much_as_doctor_reads_of_the_trainer(t
         "train/kl_penalty", "train/grad_norm", "train/learning_rate",
     }  # fmt: skip
     diagnosis = examine(record)
-    lacking = {"completions", "completions, sampler_logprobs", "evaluations", "settings.loss_type, settings.verifier"}
-    assert set(diagnosis.unchecked.values()) <= lacking
+    gaps = {gap for gap in diagnosis.unchecked.values() if not gap.endswith("steps with its metrics, not 3")}
+    completions = {"completions", "completions, sampler_logprobs", "completions, loss masks"}
+    assert gaps <= completions | {"evaluations", "settings.loss_type, settings.verifier"}
     assert not diagnosis.failed(["step-zero-kl", "sampler-mismatch", "huge-values", "negative-k1"])
 
 

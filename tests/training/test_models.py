@@ -19,10 +19,11 @@ from klamp.errors import KlampError, ModelError
 from klamp.lab.config import ModelConfig
 from klamp.lab.models import (
     check_weights,
+    configuration,
     end_tokens,
-    length_of,
     load_model,
     load_tokenizer,
+    max_length,
     weights_folder,
     with_adapter,
 )
@@ -186,7 +187,7 @@ def test_a_checkpoint_of_klamps_is_a_model(llama: str, tmp_path: Path) -> None:
     assert (weights_folder(llama), weights_folder("owner/name")) == (llama, "owner/name"), "as they are"
     assert load_model(str(step)).config.model_type == "llama"
     assert load_tokenizer(str(step)).eos_token_id is not None
-    assert length_of(str(step)) == length_of(llama) == 64
+    assert max_length(configuration(str(step))) == max_length(configuration(llama)) == 64
 
 
 def test_a_run_names_its_newest_checkpoint(llama: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.training.conftest import far_away, info_of
+from tests.training.conftest import far_away, info_of, json_rows
 
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.readers import read_record
@@ -25,9 +25,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return far_away(tmp_path_factory.mktemp("elsewhere"))
 
 
-def test_a_run_stops_at_an_alarm_and_keeps_its_checkpoint(
-    config_of: Any, tmp_path: Path, elsewhere: dict[str, Any]
-) -> None:
+def test_a_run_stops_at_an_alarm_with_a_checkpoint(config_of: Any, tmp_path: Path, elsewhere: dict[str, Any]) -> None:
     config = config_of(stop_on=("retention", "kl-high"), max_steps=10, save_every=0, **elsewhere)
     with pytest.raises(TrainingStopped) as caught:
         train_run(config)
@@ -39,20 +37,17 @@ def test_a_run_stops_at_an_alarm_and_keeps_its_checkpoint(
     assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{step:06d}"]
     train_run(replace(config, run=replace(config.run, stop_on=(), resume=True)))
     assert read_record(tmp_path / "run").rows[-1].step == 10
-    told = [json.loads(line)["name"] for line in (tmp_path / "run" / "alarms.jsonl").read_text().splitlines()]
-    assert told[:2] == ["reference-differs", "kl-high"]
-    assert len(told) == len(set(told)), "what was told is not told again"
+    alarms = [row["name"] for row in json_rows(tmp_path / "run" / "alarms.jsonl")]
+    assert alarms[:2] == ["reference-differs", "kl-high"]
+    assert len(alarms) == len(set(alarms)), "an alarm is written once"
 
 
-def test_a_score_that_is_none_in_a_damaged_record_is_passed_over(tmp_path: Path) -> None:
-    rows = [{"step": step, "eval/addition": 0.5, "eval/words": None if step < 2 else 0.1} for step in (0, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def test_a_damaged_record_stops_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}", encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval/words": null}\n', encoding="utf-8")
     observer = AlarmObserver(lambda call: None, rl_skill="addition")
     observer.on_start(SimpleNamespace(config=TrainConfig(), output_dir=tmp_path, start_step=2))  # type: ignore[arg-type]
-    assert [dict(row.metrics) for row in observer.watch.history.evaluations] == [
-        {"addition": 0.5},
-        {"addition": 0.5, "words": 0.1},
-    ]
+    assert observer.watch.history.is_empty
     observer.on_step(3, {"kl/k3": 0.1})
 
 
@@ -64,13 +59,14 @@ def test_what_was_seen_before_a_checkpoint_counts_after_it(tmp_path: Path) -> No
         written = [line for line in lines if line["step"] <= done]
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))
         row = {"step": done, "tokens": ["4"], "policy_logprobs": [-1.0], "ref_logprobs": [-1.0]}
-        (tmp_path / "completions.jsonl").write_text(json.dumps(row) + '\n{"step": 0}\n')
+        (tmp_path / "completions.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / "config.yaml").write_text("{}")
         observer = AlarmObserver(lambda hook: None, rl_skill="a", stop_on=("kl-spike",))
         observer.on_start(info_of(tmp_path, done))
         assert sum(map(len, observer.watch.history.completions.values())) == bool(done)
         assert len(observer.watch.history.evaluations) == bool(done)
-        for each in rows[done:]:
-            observer.on_step(int(each["step"]), {name: x for name, x in each.items() if name != "step"})
+        for row in rows[done:]:
+            observer.on_step(int(row["step"]), {name: x for name, x in row.items() if name != "step"})
             if observer.watch.stopped_by is not None:
                 break
         assert observer.watch.stopped_by is not None and observer.watch.stopped_by.first_step == 9

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from tests.training.conftest import disturb, steps_of
+from tests.training.conftest import disturb, rollout_of, steps_of
 from tests.training.test_sampling import sample
 from torch.optim import SGD
 from transformers import LlamaForCausalLM
@@ -14,7 +14,6 @@ from transformers import LlamaForCausalLM
 from klamp.lab.anchors import AdapterOffReference, LocalReference
 from klamp.lab.backends import train_run
 from klamp.lab.observers import Observer
-from klamp.lab.rollouts import collect
 from klamp.lab.updates import update
 from klamp.scoring.scorer import score
 
@@ -28,16 +27,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def trained(context, *, updates: int = 3) -> None:
-    """Move the policy by real updates."""
     optimizer = SGD([p for p in context.policy.parameters() if p.requires_grad], lr=0.5)
     for step in range(updates):
-        rollout = collect(
-            context,
-            context.task.train[:3],
-            step=step,
-            terms=context.objective.weighted(0.1).terms,
-        )
-        update(context, optimizer, rollout, context.objective)
+        update(context, optimizer, rollout_of(context, step=step, beta=0.1), context.objective)
 
 
 def test_a_frozen_copy_stays_bit_identical_while_the_policy_trains(context_of):
@@ -63,8 +55,10 @@ def test_a_frozen_reference_scores_as_its_model_does_and_without_gradient(contex
     assert not scores.logprobs.requires_grad and not scores.predictions.values.requires_grad
     expected, mask = score(model, completions, temperature=0.7), completions.mask
     torch.testing.assert_close(scores.logprobs[mask], expected.logprobs[mask], rtol=0, atol=1e-5)
-    found = (scores.predictions.logits() / 0.7).log_softmax(-1)
-    torch.testing.assert_close(found[mask[keep]], expected.logits.log_softmax(-1)[keep][mask[keep]], rtol=0, atol=1e-5)
+    logprobs = (scores.predictions.logits() / 0.7).log_softmax(-1)
+    torch.testing.assert_close(
+        logprobs[mask[keep]], expected.logits.log_softmax(-1)[keep][mask[keep]], rtol=0, atol=1e-5
+    )
 
 
 def test_with_the_adapter_off_the_policy_is_its_base_model(context_of):
@@ -80,9 +74,7 @@ def test_with_the_adapter_off_the_policy_is_its_base_model(context_of):
         expected = LocalReference(base).score(completions, temperature=1.0)
         policy = score(context.policy, completions, temperature=1.0)
     assert torch.equal(scores.logprobs, expected.logprobs)
-    assert (policy.logprobs - expected.logprobs)[completions.mask].abs().max() > 0.1, (
-        "the adapter is on again, and does something"
-    )
+    assert (policy.logprobs - expected.logprobs)[completions.mask].abs().max() > 0.1, "the adapter is on again"
     assert not scores.logprobs.requires_grad
     assert same(before, copied(context.policy))
 
@@ -93,7 +85,7 @@ class Models(Observer):
     def __init__(self) -> None:
         gc.collect()
         self.before = self._count()
-        self.seen = 0
+        self.models = 0
 
     @staticmethod
     def _count() -> int:
@@ -101,7 +93,7 @@ class Models(Observer):
 
     def on_step(self, step, metrics) -> None:
         if step == 1:
-            self.seen = self._count() - self.before
+            self.models = self._count() - self.before
 
 
 @pytest.mark.parametrize(
@@ -114,11 +106,11 @@ class Models(Observer):
     ],
 )
 def test_a_reference_is_held_only_where_it_is_needed(config_of, tmp_path, changes, models, words):
-    counter, seen = Models(), []
-    counter.on_start = lambda info: seen.append(info.reference)
+    counter, references = Models(), []
+    counter.on_start = lambda info: references.append(info.reference)
     train_run(config_of(max_steps=1, eval_size=1, **changes), [counter])
-    assert counter.seen == models
-    assert seen == [words]
+    assert counter.models == models
+    assert references == [words]
     (row,) = steps_of(tmp_path / "run")
     about_kl = [name for name in row if name.startswith(("kl/", "ref/"))]
     assert bool(about_kl) == (words != "none"), "without a reference there is no KL to report"

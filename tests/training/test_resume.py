@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,6 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 @pytest.fixture
 def parts_of(config_of, tmp_path):
-    """Gives the configuration of a run that is to be interrupted."""
     return lambda **changes: config_of(**{"beta": 0.05, **LATE, **changes, "output_dir": str(tmp_path / "parts")})
 
 
@@ -107,22 +107,21 @@ def whole_and(config_of, parts_of, wholes):
     return make
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_interrupted_run_resumes_with_the_same_numbers(whole_and, tmp_path, name):
+@pytest.mark.parametrize(("name", "step"), [*((name, 3) for name in CASES), ("fixed", 4)])
+def test_an_interrupted_run_resumes_with_the_same_numbers(whole_and, tmp_path, name, step):
+    """After step 4 an evaluation is due, which the resumed run makes up for."""
     whole, parts = whole_and(**CASES[name])
     with pytest.raises(TrainingStopped) as caught:
-        train_run(parts(), [StopAfter(3)])
+        train_run(parts(), [StopAfter(step)])
     error = caught.value
-    assert "after step 3 of 6" in error.what and error.got
-    assert error.resumable and "step-000003" in error.why
+    assert f"after step {step} of 6" in error.what and error.got
+    assert error.resumable and f"step-{step:06d}" in error.why
     assert "--resume" in error.fix and str(tmp_path / "parts") in error.fix
-    assert checkpoint.load_state(checkpoint.checkpoints(tmp_path / "parts")[-1])["step"] == 3
+    assert checkpoint.load_state(checkpoint.checkpoints(tmp_path / "parts")[-1])["step"] == step
     train_run(parts(resume=True))
     assert_same_run(whole, tmp_path / "parts")
-    betas = {row["beta"] for row in steps_of(whole)}
-    assert len(betas) > 2 if {"target_kl", "kl_schedule"} & CASES[name].keys() else len(betas) == 1, (
-        "a controller moves"
-    )
+    betas, moves = {row["beta"] for row in steps_of(whole)}, {"target_kl", "kl_schedule"} & CASES[name].keys()
+    assert len(betas) > 2 if moves else len(betas) == 1
 
 
 def test_the_measured_length_is_that_of_the_first_start_for_good(parts_of, tmp_path):
@@ -140,20 +139,16 @@ def test_the_measured_length_is_that_of_the_first_start_for_good(parts_of, tmp_p
 
 def interrupting(monkeypatch, update: int, *, signals: int):
     """Sends signals to this process just after the optimizer step of one update of the run."""
-    seen = {"updates": 0}
+    usual, number = updates.update, count(1)
 
-    def then_interrupted(usual):
-        def call(*args, **kwargs):
-            output = usual(*args, **kwargs)
-            seen["updates"] += 1
-            if seen["updates"] == update:
-                for _ in range(signals):
-                    os.kill(os.getpid(), signal.SIGTERM)
-            return output
+    def interrupted(*args, **kwargs):
+        output = usual(*args, **kwargs)
+        if next(number) == update:
+            for _ in range(signals):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return output
 
-        return call
-
-    monkeypatch.setattr(updates, "update", then_interrupted(updates.update))
+    monkeypatch.setattr(updates, "update", interrupted)
 
 
 def test_a_signal_in_mid_step_waits_for_the_steps_end(whole_and, tmp_path, monkeypatch):
@@ -212,9 +207,9 @@ def with_a_far_token(usual, batch, *args, **kwargs):
 
 
 def with_an_exact_nan(usual, *args, **kwargs):
-    found = usual(*args, **kwargs)
-    found.exact[0, 0] = float("nan")
-    return found
+    scores = usual(*args, **kwargs)
+    scores.exact[0, 0] = float("nan")
+    return scores
 
 
 NO_LOSS, NO_KL = "the loss or its gradient is not finite", "KL of this step is not finite"
@@ -227,23 +222,22 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("spoiled", SPOILED)
-@pytest.mark.parametrize(("iterations", "kept"), [(1, 3), (2, 2)])
-def test_what_is_not_finite_leaves_the_last_whole_step(whole_and, tmp_path, monkeypatch, spoiled, iterations, kept):
+@pytest.mark.parametrize(("iterations", "step"), [(1, 3), (2, 2)])
+def test_what_is_not_finite_leaves_the_last_whole_step(whole_and, tmp_path, monkeypatch, spoiled, iterations, step):
     """In a first update nothing has moved yet; in a second one the step is half done, and an older one is named."""
     name, spoil, changes, words = SPOILED[spoiled]
     whole, parts = whole_and(num_iterations=iterations, **changes)
-    usual, seen = getattr(updates, name), {"calls": 0}
+    usual, number = getattr(updates, name), count(1)
 
     def call(*args, **kwargs):
-        seen["calls"] += 1
-        spoils = seen["calls"] == 4 * iterations
+        spoils = next(number) == 4 * iterations
         return spoil(usual, *args, **kwargs) if spoils else usual(*args, **kwargs)
 
     monkeypatch.setattr(updates, name, call)
     with pytest.raises(NonFiniteError, match=words) as caught:
         train_run(parts())
-    assert f"the state after step {kept} is saved in" in caught.value.__notes__[0]
-    assert checkpoint.checkpoints(tmp_path / "parts")[-1].name == f"step-{kept:06d}"
+    assert f"the state after step {step} is saved in" in caught.value.__notes__[0]
+    assert checkpoint.checkpoints(tmp_path / "parts")[-1].name == f"step-{step:06d}"
     monkeypatch.undo()
     train_run(parts(resume=True))
     assert_same_run(whole, tmp_path / "parts")
@@ -258,14 +252,6 @@ def test_a_finished_run_can_be_asked_to_resume_and_does_nothing_more(parts_of, t
     assert summary.after == json.loads((whole / "summary.json").read_text())["after"]
 
 
-def test_an_evaluation_that_an_interrupt_left_out_is_made_up_for(whole_and, tmp_path):
-    whole, parts = whole_and()
-    with pytest.raises(TrainingStopped):
-        train_run(parts(), [StopAfter(4)])
-    train_run(parts(resume=True))
-    assert_same_run(whole, tmp_path / "parts")
-
-
 def test_a_full_disk_ends_a_run_with_what_is_whole(parts_of, tmp_path, monkeypatch):
     class Fills(Observer):
         def on_step(self, step, metrics):
@@ -274,10 +260,9 @@ def test_a_full_disk_ends_a_run_with_what_is_whole(parts_of, tmp_path, monkeypat
 
     with pytest.raises(RunFolderError, match="(?s)cannot be written.*No space") as caught:
         train_run(parts_of(), [Fills()])
-    assert caught.value.__notes__ == [
-        f"  the state after step 2 is saved in {tmp_path / 'parts' / 'checkpoints' / 'step-000002'}"
-    ]
-    assert [each.name for each in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-000002"]
+    (saved,) = (tmp_path / "parts" / "checkpoints").iterdir()
+    assert saved.name == "step-000002"
+    assert caught.value.__notes__ == [f"  the state after step 2 is saved in {saved}"]
 
 
 def test_a_folder_that_is_deleted_under_the_run_ends_it(parts_of, tmp_path):
@@ -307,10 +292,10 @@ def test_trackers_that_cannot_write_are_refused(parts_of, tmp_path, monkeypatch)
 def test_impatience_while_a_step_is_saved_says_what_is_whole(parts_of, monkeypatch):
     save = checkpoint.save
 
-    def interrupted(output_dir, step, **given):
+    def interrupted(output_dir, step, **parts):
         if step == 3:
             raise KeyboardInterrupt
-        return save(output_dir, step, **given)
+        return save(output_dir, step, **parts)
 
     monkeypatch.setattr(checkpoint, "save", interrupted)
     with pytest.raises(TrainingStopped, match="the state after step 2 is saved in") as caught:

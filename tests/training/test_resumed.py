@@ -108,9 +108,7 @@ def test_the_history_says_what_was_in_force_when():
     again = with_history(third, values, 6)
     assert [in_force(again, step)["beta"] for step in (1, 4, 5, 6, 7)] == [0.1, 0.1, 0.5, 0.5, 0.2]
     assert describe_changes(again) == {4: "beta 0.1 -> 0.5", 6: "beta 0.5 -> 0.2"}
-    assert describe_changes(with_history(third, again, 3)) == {3: "beta 0.1 -> 0.2"}, (
-        "the later checkpoints were deleted"
-    )
+    assert describe_changes(with_history(third, again, 3)) == {3: "beta 0.1 -> 0.2"}, "later checkpoints were deleted"
     assert with_history(third, again, 8) == again, "a resume that changes nothing adds nothing"
     assert "history" not in with_history(first, values, 4), "taken back before a step was done"
     assert in_force(values | {"history": [{"until": "x", "beta": 3}, 7, {"until": 2, "no_field": 1}]}, 1)["beta"] == 0.5
@@ -180,10 +178,8 @@ def test_new_values_count_from_the_next_step_on_and_readers_know_since_when(begu
 @pytest.mark.parametrize(("was", "now"), [(0.1, 0.0), (0.0, 0.1)])
 def test_a_kl_can_come_and_go_and_a_clip_has_its_length_measured(begun, tmp_path, was, now):
     rows = steps_of(go_on(begun(beta=was, kl_clip_method="hard"), tmp_path / "run", beta=now))
-    assert [("kl/k3" in row, "kl/budget" in row, row["beta"]) for row in rows[1:3]] == [
-        (was > 0, was > 0, was),
-        (now > 0, now > 0, now),
-    ]
+    for row, beta in zip(rows[1:3], (was, now), strict=True):
+        assert ("kl/k3" in row, "kl/budget" in row, row["beta"]) == (beta > 0, beta > 0, beta)
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.training import rewards
-from tests.training.conftest import IN_REWARD, disturb
-from tests.training.test_sampling import tokens_of as tokens_in
+from tests.training.conftest import IN_REWARD, disturb, rollout_of
+from tests.training.test_sampling import tokens_of
 from torch.optim import SGD
 
 from klamp.config.kl import SMALL_VOCABULARY
@@ -17,22 +17,9 @@ from klamp.lab.sampling import encode_prompts, generate, uniform_numbers
 from klamp.lab.updates import update
 
 
-def rollout_of(context, *, step=0, prompts=3, beta=0.1):
-    return collect(
-        context,
-        context.task.train[:prompts],
-        step=step,
-        terms=context.objective.weighted(beta).terms,
-    )
-
-
-def tokens_of(rollout) -> list[list[int]]:
-    return tokens_in(rollout.completions)
-
-
 def test_groups_stand_together_and_every_completion_has_its_own_reward(context_of):
     context = context_of()
-    rollout = rollout_of(context)
+    rollout = rollout_of(context, beta=0.1)
     assert [e.prompt for e in rollout.examples] == [e.prompt for e in context.task.train[:3] for _ in range(4)]
     assert rollout.rewards.tolist() == pytest.approx([rewards.digits(text) for text in rollout.texts])
     assert rollout.rewards.std() > 0
@@ -40,22 +27,18 @@ def test_groups_stand_together_and_every_completion_has_its_own_reward(context_o
         group, advantages = rollout.rewards[start : start + 4], rollout.advantages[start : start + 4]
         expected = group - (group.sum() - group) / 3  # against the mean of the others
         torch.testing.assert_close(advantages, expected)
-    lengths = [len(t) for t in tokens_of(rollout)]
-    assert (rollout.totals.sequences, rollout.totals.tokens, rollout.totals.kl_tokens) == (
-        12,
-        sum(lengths),
-        sum(lengths),
-    )
+    tokens = sum(len(t) for t in tokens_of(rollout.completions))
+    assert (rollout.totals.sequences, rollout.totals.tokens, rollout.totals.kl_tokens) == (12, tokens, tokens)
 
 
 def test_truncated_completions_can_be_left_out(context_of):
-    rollout = rollout_of(context_of(mask_truncated_completions=True))
+    rollout = rollout_of(context_of(mask_truncated_completions=True), beta=0.1)
     ended = rollout.completions.ended
     assert 0 < ended.sum() < 12
     assert torch.equal(rollout.mask, rollout.completions.mask & ended[:, None])
     assert rollout.totals.tokens == rollout.completions.mask[ended].sum()
     assert rollout.totals.sequences == 12
-    everything = rollout_of(context_of())
+    everything = rollout_of(context_of(), beta=0.1)
     assert torch.equal(everything.mask, everything.completions.mask)
 
 
@@ -70,10 +53,10 @@ def test_truncated_completions_can_be_left_out(context_of):
     ],
 )
 def test_the_policy_scores_before_the_update_only_where_something_depends_on_it(context_of, changes, passes):
-    context, seen = context_of(**changes), []
-    context.scorer.register_forward_hook(lambda *_: seen.append(1))
-    rollout = rollout_of(context)
-    assert len(seen) == passes
+    context, calls = context_of(**changes), []
+    context.scorer.register_forward_hook(lambda *_: calls.append(1))
+    rollout = rollout_of(context, beta=0.1)
+    assert len(calls) == passes
     assert (rollout.old_logprobs is not None) == bool(passes)
 
 
@@ -89,7 +72,7 @@ def test_reference_lengths_come_with_the_prompts_or_from_the_run(context_of):
 
 
 def test_excluded_tokens_leave_the_kl_and_stay_in_the_loss(context_of):
-    rollout = rollout_of(context_of(kl_exclude_tokens=(5, 9)))
+    rollout = rollout_of(context_of(kl_exclude_tokens=(5, 9)), beta=0.1)
     ids = rollout.completions.ids
     assert torch.equal(rollout.kl_mask, rollout.mask & (ids != 5) & (ids != 9))
     assert 0 < rollout.kl_mask.sum() < rollout.mask.sum()
@@ -107,8 +90,8 @@ def by_hand(context, model) -> float:
     uniforms = uniform_numbers(context.config.run.seed, -1, len(prompts), rollout.max_completion_length)
     for prompt, row in zip(prompts, uniforms, strict=True):
         ids, mask = encode_prompts([prompt], context.tokenizer, context.device)
-        found = generate(model, ids, mask, rollout=rollout, stop=context.stop, pad=context.pad, uniforms=row[None])
-        lengths += found.mask.sum(-1).tolist()
+        drawn = generate(model, ids, mask, rollout=rollout, stop=context.stop, pad=context.pad, uniforms=row[None])
+        lengths += drawn.mask.sum(-1).tolist()
     return sum(lengths) / len(lengths)
 
 
@@ -120,13 +103,11 @@ def test_it_is_the_mean_length_of_the_reference_not_of_the_policy(context_of, ch
     with context.reference.sampling_model() as model:
         expected = by_hand(context, model)
     assert context.control.reference_length == pytest.approx(expected)
-    assert context.control.reference_length != pytest.approx(by_hand(context, context.policy)), (
-        "the policy writes otherwise"
-    )
+    assert context.control.reference_length != pytest.approx(by_hand(context, context.policy)), "it writes otherwise"
 
 
 @pytest.mark.parametrize(
-    ("changes", "known"),
+    ("changes", "length"),
     [
         ({}, None),
         ({**CLIP, "use_per_token_kl_threshold": False}, None),
@@ -135,11 +116,11 @@ def test_it_is_the_mean_length_of_the_reference_not_of_the_policy(context_of, ch
         (CLIP, 3.25),
     ],
 )
-def test_it_is_measured_once_and_only_where_a_budget_needs_it(context_of, changes, known):
+def test_it_is_measured_once_and_only_where_a_budget_needs_it(context_of, changes, length):
     context = context_of(**changes)
-    context.control.reference_length = known
+    context.control.reference_length = length
     measure_reference_length(context)
-    assert context.control.reference_length == known
+    assert context.control.reference_length == length
 
 
 # how a step is divided, and on how much of it the exact KL is measured ----------------------------------------
@@ -169,6 +150,6 @@ def test_the_forward_kl_of_a_large_vocabulary_is_measured_where_it_is_asked_for(
     context = context_of(beta=0.1, **changes)
     context.vocabulary = vocabulary
     assert context.exact_directions == (("reverse", "forward") if both else ("reverse",))
-    rollout = collect(context, context.task.train[:3], step=0, terms=context.objective.weighted(0.1).terms)
+    rollout = rollout_of(context, beta=0.1)
     output = update(context, SGD(context.policy.parameters(), lr=0.0), rollout, context.objective)
     assert output.scores.exact is not None and (output.scores.exact_forward is not None) == both

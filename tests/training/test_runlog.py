@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.training.conftest import TINY, full_disk, info_of, rows_of
+from tests.training.conftest import TINY, full_disk, info_of, json_rows, rows_of
 
 from klamp._version import __version__
 from klamp.doctor.metrics import METRICS
@@ -28,17 +28,9 @@ SKILLS = ("addition", "subtraction", "reversal")
 def run(llama, tmp_path_factory):
     """A finished run with both trackers, a clip whose reference length is measured, and two updates per rollout."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    changes = {
-        "report_to": ("tensorboard", "wandb"),
-        "kl_clip_method": "hard",
-        "kl_clip_threshold": 0.01,
-        "num_iterations": 2,
-        "log_completions": 5,
-        "log_completions_every": 3,
-        "kl_off_policy": "token",
-        "kl_max_weight": 2.0,
-        "kl_max_log_ratio": 5.0,
-    }
+    changes = {"report_to": ("tensorboard", "wandb"), "kl_clip_method": "hard", "kl_clip_threshold": 0.01}
+    changes |= {"num_iterations": 2, "log_completions": 5, "log_completions_every": 3, "kl_off_policy": "token"}
+    changes |= {"kl_max_weight": 2.0, "kl_max_log_ratio": 5.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
@@ -53,10 +45,10 @@ def test_the_folder_holds_what_a_run_is(run):
     values = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert TrainConfig.from_flat(values) == run.config, "it runs again"
     assert values["report_to"] == ["tensorboard", "wandb"], "a list, as YAML has no tuples"
-    found = json.loads((run.folder / "versions.json").read_text())
-    assert found == versions() and found["klamp"] == __version__
-    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert {"python", "transformers", "peft", "torch_threads"} <= found.keys()
+    written = json.loads((run.folder / "versions.json").read_text())
+    assert written == versions() and written["klamp"] == __version__
+    assert written["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert {"python", "transformers", "peft", "torch_threads"} <= written.keys()
 
 
 def test_metrics_have_a_line_per_step_and_per_evaluation(run):
@@ -70,16 +62,15 @@ def test_metrics_have_a_line_per_step_and_per_evaluation(run):
 
 
 def test_every_metric_is_in_the_table(run):
-    seen = {name for row in rows_of(run.folder, keep_speed=True) for name in row if not name.startswith("eval/")}
-    assert seen - METRICS.keys() == {"step"}
+    names = {name for row in rows_of(run.folder, keep_speed=True) for name in row if not name.startswith("eval/")}
+    assert names - METRICS.keys() == {"step"}
     promised = {"kl/k1", "kl/k3", "kl/exact", "kl/over_budget", "beta", "length/mean", "policy/entropy"}
     promised |= {"policy/ratio_clipped", "train/learning_rate", "speed/tokens_per_second", "kl/weights_truncated"}
-    assert promised <= seen
+    assert promised <= names
 
 
 def test_completions_carry_tokens_and_their_log_probabilities(run):
-    lines = (run.folder / "completions.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = json_rows(run.folder / "completions.jsonl")
     assert [row["step"] for row in rows] == [1] * 5 + [3] * 5, "the first step, and every third"
     for row in rows:
         count = len(row["tokens"])
@@ -132,20 +123,18 @@ def test_a_resumed_run_drops_the_lines_of_steps_it_will_do_again(tmp_path):
     assert rows_of(tmp_path)[-1] == {"step": 3, "reward": 0.3}
 
 
-@pytest.mark.parametrize("kept", [["step-000002"], []])
-def test_tensorboard_shows_no_point_twice(config_of, tmp_path, kept):
-    given = {"report_to": ("tensorboard",), "max_steps": 4, "save_every": 2}
-    train_run(config_of(**given))
+@pytest.mark.parametrize("left", [["step-000002"], []])
+def test_tensorboard_shows_no_point_twice(config_of, tmp_path, left):
+    """TensorBoard reads files in the order of the seconds in their names."""
+    fields = {"report_to": ("tensorboard",), "max_steps": 4, "save_every": 2}
+    train_run(config_of(**fields))
     (tmp_path / "run" / "summary.json").unlink()
-    for each in (tmp_path / "run" / "checkpoints").iterdir():  # as if it had been killed before they were written
-        if each.name not in kept:
-            shutil.rmtree(each)
+    for saved in (tmp_path / "run" / "checkpoints").iterdir():  # as if it had been killed before they were written
+        if saved.name not in left:
+            shutil.rmtree(saved)
     (first,) = (tmp_path / "run" / "tracking").glob("events.out.tfevents.*")
-    earlier = re.sub(
-        r"\d{10}", "1000000000", first.name, count=1
-    )  # TensorBoard reads files in the order of their seconds
-    first.rename(first.with_name(earlier))
-    train_run(config_of(**given, resume=True))
+    first.rename(first.with_name(re.sub(r"\d{10}", "1000000000", first.name, count=1)))
+    train_run(config_of(**fields, resume=True))
     events = EventAccumulator(str(tmp_path / "run" / "tracking"), size_guidance={"scalars": 0})
     events.Reload()
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4]
@@ -159,14 +148,12 @@ def test_cautions_are_written_with_the_steps_done_and_go_with_what_a_resumed_run
     log.on_step(1, {"reward": 0.0})
     log.on_step(2, {"reward": 0.0})
     log.on_warning("late")
-    written = [json.loads(line) for line in (tmp_path / "cautions.jsonl").read_text().splitlines()]
-    assert written == [{"step": 0, "text": "no template"}, {"step": 2, "text": "late"}]
+    assert json_rows(tmp_path / "cautions.jsonl") == [{"step": 0, "text": "no template"}, {"step": 2, "text": "late"}]
     log.on_start(info_of(tmp_path, 1))
     log.on_warning("no template")
-    written = [json.loads(line) for line in (tmp_path / "cautions.jsonl").read_text().splitlines()]
-    assert written == [{"step": 0, "text": "no template"}], "and what was said before is not said again"
+    assert json_rows(tmp_path / "cautions.jsonl") == [{"step": 0, "text": "no template"}], "nothing is said twice"
     log.on_warning("late")
-    assert len((tmp_path / "cautions.jsonl").read_text().splitlines()) == 2
+    assert len(json_rows(tmp_path / "cautions.jsonl")) == 2
 
 
 def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(tmp_path, monkeypatch):

@@ -73,10 +73,7 @@ def test_completions_do_not_depend_on_the_batch_they_are_sampled_in(model, extra
             for i, row in enumerate(rows):
                 size = int(part.mask[i].sum())
                 torch.testing.assert_close(
-                    part.sampler_logprobs[i, :size],
-                    whole.sampler_logprobs[row, :size],
-                    rtol=0,
-                    atol=1e-5,
+                    part.sampler_logprobs[i, :size], whole.sampler_logprobs[row, :size], rtol=0, atol=1e-5
                 )
 
 

@@ -41,7 +41,7 @@ def test_whatever_is_said_to_fit_does(shape: Shape, memory: float, adapter: bool
     assert not (apart and sizes.offload), "nothing has to make room"
     state = 0 if sizes.offload else sizes.state
     if sizes.fits:
-        assert sizes.micro == 1 or sizes.micro * sizes.each <= sizes.left / 2
+        assert sizes.micro == 1 or sizes.micro * sizes.completion <= sizes.left / 2
         assert apart or state + sizes.engine_share * memory <= memory
     told = dict(reasons(given, sizes))
     assert ("this is likely out of memory" in told) is not sizes.fits

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.training.conftest import disturb
+from tests.training.conftest import disturb, rollout_of
 from tests.training.test_updates import BETA, CLIP, assert_equal
 from torch.optim import SGD
 
 from klamp.lab import updates
 from klamp.lab.loop import Trainer
-from klamp.lab.rollouts import collect
 from klamp.lab.updates import update, with_old_logprobs
 
 HALF = {"reward": "tests.training.rewards:half", "max_grad_norm": 0.0, "prompts_per_step": 6}
@@ -43,15 +42,6 @@ def counting(model):
         handle.remove()
 
 
-def rollout_of(context, *, step=0, beta=BETA):
-    return collect(
-        context,
-        context.task.train[: context.config.rollout.prompts_per_step],
-        step=step,
-        terms=context.objective.weighted(beta).terms,
-    )
-
-
 def updated(context, rollout, beta):
     """Gradient, metrics and rows of one update."""
     parameters = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}
@@ -78,15 +68,13 @@ def without_skipping(context, rollout, beta, monkeypatch):
         (BETA, {"mask_truncated_completions": True}),
     ],
 )
-def test_sequences_without_a_gradient_get_no_backward_pass_and_leave_every_number_as_it_was(
-    context_of, monkeypatch, beta, changes
-):
+def test_sequences_without_a_gradient_get_no_backward_pass_and_change_no_number(context_of, monkeypatch, beta, changes):
     context = context_of(beta=beta, **HALF, **changes)
     disturb(context.policy, size=0.03)
-    rollout = rollout_of(context, beta=beta)
-    found, output, counted = updated(context, rollout, beta)
+    rollout = rollout_of(context, prompts=6, beta=beta)
+    gradient, output, counted = updated(context, rollout, beta)
     expected, whole, every = without_skipping(context, rollout, beta, monkeypatch)
-    assert_equal(found, expected, tolerance=3e-6)
+    assert_equal(gradient, expected, tolerance=3e-6)
     share = output.losses["policy/skipped"]
     assert 0 < share < 1 and whole.losses["policy/skipped"] == 0
     assert counted.learning == round(24 * (1 - share)) and every.learning == 24
@@ -103,7 +91,7 @@ def test_sequences_without_a_gradient_get_no_backward_pass_and_leave_every_numbe
 def test_a_second_update_scores_the_skipped_rows_anew(context_of):
     context = context_of(beta=BETA, **HALF, kl_clip_method="hard", **CLIP)
     disturb(context.policy, size=0.03)
-    rollout = rollout_of(context)
+    rollout = rollout_of(context, prompts=6, beta=BETA)
     _, first, counted = updated(context, rollout, BETA)
     assert counted.scoring == 0
     disturb(context.policy, size=0.02)
@@ -111,8 +99,8 @@ def test_a_second_update_scores_the_skipped_rows_anew(context_of):
     assert rollout.before is None
     _, second, counted = updated(context, rollout, BETA)
     assert counted.scoring + counted.learning == 24 and counted.scoring > 0
-    kept = rollout.mask & (rollout.advantages == 0)[:, None]
-    assert (second.scores.logprobs - first.scores.logprobs)[kept].abs().mean() > 1e-3
+    skipped = rollout.mask & (rollout.advantages == 0)[:, None]
+    assert (second.scores.logprobs - first.scores.logprobs)[skipped].abs().mean() > 1e-3
 
 
 @pytest.mark.parametrize(

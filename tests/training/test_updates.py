@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.training import plain
-from tests.training.conftest import IN_ADVANTAGE, IN_REWARD, disturb
+from tests.training.conftest import IN_ADVANTAGE, IN_REWARD, disturb, in_parts, rollout_of
 from torch.optim import SGD, AdamW
 
 from klamp.errors import NonFiniteError
 from klamp.lab import updates
-from klamp.lab.rollouts import collect
 from klamp.lab.updates import update, with_old_logprobs
 from klamp.scoring import completions
 
@@ -62,17 +61,11 @@ def moved(context):
     return context, {name: x.clone() for name, x in context.policy.state_dict().items()}
 
 
-def one_update(context, start, *, parts=1, examples=None):
+def one_update(context, start, *, parts=1):
     """Gradient as the optimizer gets it, rollout and output of a first update, in so many parts."""
     context.policy.load_state_dict(start)
-    optim = replace(context.config.optim, gradient_accumulation_steps=parts)
-    context = replace(context, config=replace(context.config, optim=optim))
-    rollout = collect(
-        context,
-        examples or context.task.train[:3],
-        step=0,
-        terms=context.objective.weighted(BETA).terms,
-    )
+    context = in_parts(context, parts)
+    rollout = rollout_of(context, beta=BETA)
     output = update(context, SGD(context.policy.parameters(), lr=1.0), rollout, context.objective.weighted(BETA))
     gradient = {name: p.grad.clone() for name, p in context.policy.named_parameters()}
     for name, p in context.policy.named_parameters():
@@ -80,12 +73,12 @@ def one_update(context, start, *, parts=1, examples=None):
     return gradient, rollout, output
 
 
-def assert_equal(found, expected, *, tolerance=1e-6):
+def assert_equal(gradient, expected, *, tolerance=1e-6):
     """Equal up to the tolerance, as a share of the whole gradient's norm where that is above 1."""
-    assert found.keys() == expected.keys()
+    assert gradient.keys() == expected.keys()
     norm = float(torch.cat([g.flatten() for g in expected.values()]).norm())
     for name in expected:
-        off = float((found[name] - expected[name]).abs().max())
+        off = float((gradient[name] - expected[name]).abs().max())
         assert off <= tolerance * max(1.0, norm), f"{name} is off by {off:.1e}; the gradient's norm is {norm:.1e}"
 
 
@@ -105,11 +98,11 @@ def test_an_update_is_the_plain_formula_on_the_whole_batch_in_any_number_of_part
         assert output.losses[key] == pytest.approx(float(value.detach()), abs=2e-6), key
 
     for parts in (2, 3, 7):
-        split, other, seen = one_update(context, start, parts=parts)
+        split, other, output_in_parts = one_update(context, start, parts=parts)
         assert torch.equal(other.completions.ids, rollout.completions.ids)
         assert_equal(split, gradient)
-        assert seen.losses == pytest.approx(output.losses, abs=1e-6, rel=1e-6)
-        assert seen.grad_norm == pytest.approx(output.grad_norm, rel=1e-5)
+        assert output_in_parts.losses == pytest.approx(output.losses, abs=1e-6, rel=1e-6)
+        assert output_in_parts.grad_norm == pytest.approx(output.grad_norm, rel=1e-5)
         torch.testing.assert_close(other.advantages, rollout.advantages, rtol=0, atol=1e-6)
 
 
@@ -124,9 +117,8 @@ def test_shared_prompts_and_rows_by_length_change_no_update_in_any_number_of_par
     monkeypatch.setattr(completions, "plan_of", lambda *a, **k: plans.append(usual(*a, **k)) or plans[-1])
 
     def gradient(parts):
-        optim = replace(context.config.optim, gradient_accumulation_steps=parts)
-        split = replace(context, config=replace(context.config, optim=optim))
-        rollout = collect(split, context.task.train[:3], step=0, terms=split.objective.weighted(BETA).terms)
+        split = in_parts(context, parts)
+        rollout = rollout_of(split, beta=BETA)
         update(split, SGD(weights.values(), lr=0.0), rollout, context.objective.weighted(BETA))
         return {n: p.grad.clone() for n, p in weights.items()}
 
@@ -141,20 +133,18 @@ def test_shared_prompts_and_rows_by_length_change_no_update_in_any_number_of_par
 
 def test_the_variants_are_all_different(context_of):
     """Guards the test above: a setting that changed nothing would prove nothing."""
-    seen = {}
+    names = {}
     for name, changes in VARIANTS.items():
         gradient, _, output = one_update(*moved(context_of(beta=BETA, max_grad_norm=0.0, **changes)))
         norm = float(torch.cat([g.flatten() for g in gradient.values()]).norm())
-        seen[round(norm, 5), round(output.losses["train/loss"], 5)] = name
-    assert len(seen) == len(VARIANTS) - 1, (
-        "bnpo is dapo here, but for its ratio bound, which a first update never meets"
-    )
+        names[round(norm, 5), round(output.losses["train/loss"], 5)] = name
+    assert len(names) == len(VARIANTS) - 1, "bnpo is dapo but for its ratio bound, which a first update never meets"
 
 
 def test_later_updates_take_ratios_against_the_policy_before_the_first(context_of):
     context, _ = moved(context_of(beta=BETA, max_grad_norm=0.0, loss_type="dapo"))
     optimizer, objective = SGD(context.policy.parameters(), lr=0.5), context.objective.weighted(BETA)
-    rollout = collect(context, context.task.train[:3], step=0, terms=context.objective.weighted(BETA).terms)
+    rollout = rollout_of(context, beta=BETA)
     before = [row.policy.detach() for row in plain.rows_of(context, rollout)]
     first = update(context, optimizer, rollout, objective)
     rollout = with_old_logprobs(rollout, first)
@@ -174,13 +164,13 @@ def test_later_updates_take_ratios_against_the_policy_before_the_first(context_o
 
 def test_gradient_clipping_shortens_the_step_and_keeps_its_direction(context_of):
     context, start = moved(context_of(beta=BETA, max_grad_norm=0.0))
-    whole, _, seen = one_update(context, start)
+    whole, _, output = one_update(context, start)
     norm = float(torch.cat([g.flatten() for g in whole.values()]).norm())
-    assert seen.grad_norm == pytest.approx(norm, rel=1e-4)
+    assert output.grad_norm == pytest.approx(norm, rel=1e-4)
     bound = norm / 4
     context.config = replace(context.config, optim=replace(context.config.optim, max_grad_norm=bound))
-    clipped, _, seen = one_update(context, start, parts=2)
-    assert seen.grad_norm == pytest.approx(norm, rel=1e-4), "the norm that is logged is the one before clipping"
+    clipped, _, output = one_update(context, start, parts=2)
+    assert output.grad_norm == pytest.approx(norm, rel=1e-4), "the norm that is logged is the one before clipping"
     assert_equal(clipped, {name: g / 4 for name, g in whole.items()})
     context.config = replace(context.config, optim=replace(context.config.optim, max_grad_norm=2 * norm))
     assert_equal(one_update(context, start)[0], whole)
@@ -190,7 +180,7 @@ def test_gradient_clipping_shortens_the_step_and_keeps_its_direction(context_of)
 def test_a_loss_that_is_not_finite_leaves_weights_and_moments_as_they_were(context_of, monkeypatch, broken):
     context, _ = moved(context_of(beta=BETA))
     optimizer, objective = AdamW(context.policy.parameters(), lr=0.1), context.objective.weighted(BETA)
-    rollout = collect(context, context.task.train[:3], step=0, terms=context.objective.weighted(BETA).terms)
+    rollout = rollout_of(context, beta=BETA)
     update(context, optimizer, rollout, objective)
     weights = {name: x.clone() for name, x in context.policy.state_dict().items()}
     moments = [x.clone() for state in optimizer.state.values() for x in state.values()]
@@ -220,7 +210,7 @@ def gradient_of(context_of, **changes):
     context = context_of(beta=BETA, max_grad_norm=0.0, kl_horizon="sequence", **changes)
     disturb(context.policy, size=0.02)
     trained = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}
-    rollout = collect(context, context.task.train[:3], step=0, terms=context.objective.weighted(BETA).terms)
+    rollout = rollout_of(context, beta=BETA)
     output = update(context, SGD(trained.values(), lr=0.0), rollout, context.objective)
     assert output.losses["train/kl_penalty"] > 0.01
     return {name: p.grad for name, p in trained.items()}, output.losses
@@ -233,6 +223,6 @@ def gradient_of(context_of, **changes):
 def test_an_update_is_the_same_whatever_saves_memory(context_of, rank, changes):
     """The adapter switched off is the frozen copy, and recomputed activations are the stored ones."""
     expected, losses = gradient_of(context_of, lora_r=rank)
-    found, seen = gradient_of(context_of, lora_r=rank, **changes)
-    assert_equal(found, expected)
-    assert seen == pytest.approx(losses, abs=1e-6)
+    gradient, saving_losses = gradient_of(context_of, lora_r=rank, **changes)
+    assert_equal(gradient, expected)
+    assert saving_losses == pytest.approx(losses, abs=1e-6)

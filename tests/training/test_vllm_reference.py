@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.ports import kept_port
 from tests.training.answering import VLLMServer, answering, in_turn
-from tests.training.conftest import assert_same_course, disturb
+from tests.training.conftest import assert_same_course, disturb, rollout_of
 
 from klamp.errors import ConfigError, KlampError, KLWarning, ModelError
 from klamp.lab.anchors import connect
 from klamp.lab.backends import train_run
 from klamp.lab.models import load_model
-from klamp.lab.rollouts import collect, measure_reference_length
+from klamp.lab.rollouts import measure_reference_length
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 from klamp.scoring import vllm_reference
 from klamp.scoring.scorer import score
@@ -33,9 +33,9 @@ NAMES = st.sampled_from(["", "4", "id", "index", "data"])
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
     """The seconds between the tries, which are not waited for."""
-    found: list[float] = []
-    monkeypatch.setattr(vllm_reference.time, "sleep", found.append)
-    return found
+    seconds: list[float] = []
+    monkeypatch.setattr(vllm_reference.time, "sleep", seconds.append)
+    return seconds
 
 
 @pytest.fixture
@@ -45,7 +45,6 @@ def context(context_of):
 
 @pytest.fixture
 def server_of(context):
-    """A stand-in that serves the starting policy."""
 
     def make(**changes):
         return VLLMServer(context.policy, changes.pop("tokenizer", context.tokenizer), **changes)
@@ -54,26 +53,21 @@ def server_of(context):
 
 
 @pytest.fixture
-def found(context, config_of):
+def connected_to(context, config_of):
     """Connect a run to a server."""
 
-    def connected(server, path="", **changes):
+    def connect_to(server, path="", **changes):
         with answering(server.answer) as url:
             config = config_of(reference="remote", reference_url=url + path, **changes)
             return connect(config, context.task, context.tokenizer)
 
-    return connected
+    return connect_to
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 32])
 def test_the_numbers_are_those_of_a_local_model(context, server_of, monkeypatch, at_once):
     monkeypatch.setattr(vllm_reference, "AT_ONCE", at_once)
-    completions = collect(
-        context,
-        list(context.task.train[:3]),
-        step=0,
-        terms=context.objective.weighted(0.01).terms,
-    ).completions
+    completions = rollout_of(context, beta=0.01).completions
     other = copy.deepcopy(context.policy)
     disturb(other)
     local = score(other, completions, temperature=1.0).logprobs
@@ -86,7 +80,7 @@ def test_the_numbers_are_those_of_a_local_model(context, server_of, monkeypatch,
     assert scores.logprobs[~completions.mask].eq(0).all()
     assert not torch.allclose(scores.logprobs, completions.sampler_logprobs, atol=1e-2)
     assert len(server.asked) == -(-len(completions.ids) // at_once)
-    assert all(each["temperature"] == 1.0 and each["prompt_logprobs"] == 0 for each in server.asked)
+    assert all(row["temperature"] == 1.0 and row["prompt_logprobs"] == 0 for row in server.asked)
 
 
 def test_a_run_equals_the_run_with_a_frozen_reference(config_of, tmp_path):
@@ -111,44 +105,39 @@ def test_what_a_remote_reference_cannot_do_is_refused_before_the_run(config_of, 
     assert "kl_reference_length" in caught.value.fix
 
 
-def test_another_temperature_is_refused_before_anything_is_scored(found, server_of, context):
+def test_another_temperature_is_refused_before_anything_is_scored(connected_to, server_of, context):
     server = server_of()
     with pytest.raises(ConfigError, match="temperature 1 only") as error:
-        found(server, temperature=0.6)
+        connected_to(server, temperature=0.6)
     assert "temperature=0.6" in str(error.value)
     assert server.asked == []
-    completions = collect(
-        context,
-        list(context.task.train[:1]),
-        step=0,
-        terms=context.objective.weighted(0.01).terms,
-    ).completions
+    completions = rollout_of(context, prompts=1, beta=0.01).completions
     with pytest.raises(ConfigError, match="temperature 1 only"):
         VLLMReference(f"http://127.0.0.1:{kept_port()}", "start").score(completions, temperature=0.6)
 
 
 def test_an_answer_s_numbers_are_its_own_behind_any_prompt(monkeypatch):
     """Case: a hint of two tokens, and answers of two and of one; at the policy's positions they were [-2, -3]."""
-    told = {(7, 7, 1, 2, 3): [-2.0, -3.0, -0.5, -0.3], (1, 2, 3): [-0.9, -0.2], (1, 2): [-0.9]}
+    logprobs = {(7, 7, 1, 2, 3): [-2.0, -3.0, -0.5, -0.3], (1, 2, 3): [-0.9, -0.2], (1, 2): [-0.9]}
 
     def entries(_, sequences, top_k):
-        numbers = ([None, *told[tuple(ids)]] for ids in sequences)
+        numbers = ([None, *logprobs[tuple(ids)]] for ids in sequences)
         return [
             [x if x is None else {str(i): {"logprob": x}} for i, x in zip(ids, row, strict=True)]
             for ids, row in zip(sequences, numbers, strict=True)
         ]
 
     monkeypatch.setattr(VLLMReference, "entries", entries)
-    found = VLLMReference("http://h", "x").score_tokens([[7, 7, 1], [1], [1]], [[2, 3], [2, 3], [2]], temperature=1.0)
-    assert found == [[[(2, -0.5)], [(3, -0.3)]], [[(2, -0.9)], [(3, -0.2)]], [[(2, -0.9)]]]
+    scores = VLLMReference("http://h", "x").score_tokens([[7, 7, 1], [1], [1]], [[2, 3], [2, 3], [2]], temperature=1.0)
+    assert scores == [[[(2, -0.5)], [(3, -0.3)]], [[(2, -0.9)], [(3, -0.2)]], [[(2, -0.9)]]]
 
 
-def test_a_server_for_shorter_sequences_is_refused(found, server_of, context):
-    lengths = [len(context.tokenizer(each.prompt)["input_ids"]) for each in context.task.train]
+def test_a_server_for_shorter_sequences_is_refused(connected_to, server_of, context):
+    lengths = [len(context.tokenizer(example.prompt)["input_ids"]) for example in context.task.train]
     enough = max(lengths) + context.config.rollout.max_completion_length + 1
-    assert found(server_of(longest=enough))
+    assert connected_to(server_of(longest=enough))
     with pytest.raises(ModelError, match=f"maximum context length is {enough - 1} tokens"):
-        found(server_of(longest=enough - 1))
+        connected_to(server_of(longest=enough - 1))
 
 
 class Shifted:
@@ -167,14 +156,14 @@ class Shifted:
         ({"tokenizer": Shifted()}, "another tokenizer than the policy"),
     ],
 )
-def test_a_server_with_other_numbers_is_refused(found, server_of, changes, words):
+def test_a_server_with_other_numbers_is_refused(connected_to, server_of, changes, words):
     with pytest.raises(ModelError, match=words):
-        found(server_of(**changes))
+        connected_to(server_of(**changes))
 
 
-def test_a_server_that_takes_no_texts_is_used_with_a_caution(found, server_of):
+def test_a_server_that_takes_no_texts_is_used_with_a_caution(connected_to, server_of):
     with pytest.warns(KLWarning, match="whether its tokenizer is the policy's is not known"):
-        assert isinstance(found(server_of(texts=False)), VLLMReference)
+        assert isinstance(connected_to(server_of(texts=False)), VLLMReference)
 
 
 def test_a_server_that_fails_or_is_not_there_is_refused_before_the_run(context, config_of):
@@ -235,10 +224,10 @@ def test_a_failure_of_a_moment_is_asked_again(failure, waits):
 
 
 def test_the_key_is_sent_to_this_server_and_seen_nowhere_else(monkeypatch):
-    seen = []
+    authorizations = []
 
     def answer(_, __, headers):
-        seen.append(headers.get("Authorization"))
+        authorizations.append(headers.get("Authorization"))
         return 401, {}
 
     with answering(answer) as url:
@@ -253,7 +242,7 @@ def test_the_key_is_sent_to_this_server_and_seen_nowhere_else(monkeypatch):
         with pytest.raises(ConfigError, match=f"{KEY} is no key") as refusal:
             ask(url)
     assert "secret" not in str(refusal.value)
-    assert seen == [None, "Bearer secret", None]
+    assert authorizations == [None, "Bearer secret", None]
 
 
 def told_place(entry, k):
@@ -277,7 +266,7 @@ def test_the_head_is_what_ranks_among_the_likeliest_and_never_all_that_came():
 def test_what_a_server_caps_is_known_before_the_first_step(context, config_of, server_of):
     server = server_of(most=5)
     with answering(server.answer) as url:
-        given = {"teacher_url": url, "teacher_estimator": "topk", "teacher_head": "teacher", "reward": "none"}
+        head = {"teacher_url": url, "teacher_estimator": "topk", "teacher_head": "teacher", "reward": "none"}
         with pytest.raises(ModelError, match="prompt logprobs of 6, which is greater than max allowed: 5"):
-            connect(config_of(**given, teacher_top_k=6), context.task, context.tokenizer, who="teacher")
-        assert connect(config_of(**given, teacher_top_k=5), context.task, context.tokenizer, who="teacher").top_k == 5
+            connect(config_of(**head, teacher_top_k=6), context.task, context.tokenizer, who="teacher")
+        assert connect(config_of(**head, teacher_top_k=5), context.task, context.tokenizer, who="teacher").top_k == 5

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.verify.test_proofs import failures
 
 from klamp.config import KLConfig, LossConfig
 from klamp.core import term, topk
@@ -16,15 +17,7 @@ from klamp.verify.convergence import LOSSES, expected_step, follow, teacher_pric
 from klamp.verify.one_step import Scene, examine_config, scene, scores_of
 from klamp.verify.oracle import gradient_of, local_kl, name_gradient, truths
 from klamp.verify.proofs import anchors
-from klamp.verify.proofs.anchors import (
-    as_loss,
-    prove_noise,
-    prove_teacher,
-    prove_wrong_forms,
-    proximal,
-    taught_by,
-)
-from klamp.verify.proofs.check import Proof, run_section
+from klamp.verify.proofs.anchors import as_loss, prove_noise, prove_teacher, prove_wrong_forms, proximal, taught_by
 from klamp.verify.worlds import enumerate_outcomes, one_position, random_chain
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
@@ -37,10 +30,6 @@ PAIRS: dict[str, tuple[dict, dict]] = {
     "loss, k3; advantage, k1": ({}, {"placement": "advantage"}),
     "reward, k1; reward, k1": ({"kl_estimator": "k1", "kl_placement": "reward"}, {"placement": "reward"}),
 }
-
-
-def failures(proof: Proof) -> list[str]:
-    return [check.claim for check in run_section("", proof) if not check.passed]
 
 
 def test_without_a_teacher_of_its_own_a_chain_s_reference_is_the_teacher():
@@ -81,9 +70,9 @@ def test_a_teacher_in_the_reward_beside_a_reference_in_the_reward():
     for baseline in ("leave_one_out", "mean"):
         loss = LossConfig(scale_rewards="none", loss_type="dr_grpo", advantage_baseline=baseline)
         world = scene(0, length=2, rewards="mixed")
-        found = examine_config(KLConfig(beta=0.3, **in_reward), loss, scene=world, teacher=teacher)
+        report = examine_config(KLConfig(beta=0.3, **in_reward), loss, scene=world, teacher=teacher)
         factor = 0.5 if baseline == "leave_one_out" else 0.25
-        assert found.kl.follows.is_exactly("reverse", factor=factor)
+        assert report.kl.follows.is_exactly("reverse", factor=factor)
 
 
 def claims(kind: str, found: list[str]) -> list[str]:
@@ -160,8 +149,8 @@ def test_the_expected_step_with_a_teacher_is_the_mean_over_all_groups(pair, hori
         alone, beside = examine_config(kl, loss, scene=world), examine_config(kl, loss, scene=world, teacher=taught)
         expected = alone.policy_gradient + 0.2 * alone.kl.gradient + 0.3 * beside.kl.gradient
         torch.testing.assert_close(beside.policy_gradient, alone.policy_gradient + 0.2 * alone.kl.gradient)
-        found, _ = expected_step(kl, loss, world, taught)
-        assert (found - expected).abs().max() < 1e-12
+        step, _ = expected_step(kl, loss, world, taught)
+        assert (step - expected).abs().max() < 1e-12
 
 
 def test_two_anchors_of_a_group_s_mean_cost_more_by_the_same_factor():

@@ -87,6 +87,18 @@ def test_the_token_horizon_ends_elsewhere_and_spends_more():
     assert end.kl > 1.5 * end.optimal_kl
 
 
+def test_the_nearest_optimum_of_scaled_advantages_has_numbers_of_its_own():
+    world = worlds()[-1]
+    end = follow(KLConfig(beta=0.2), LossConfig(scale_rewards="std"), world)
+    outcomes = enumerate_outcomes(world.chain, unreachable=True)
+    ref = outcomes.ref_logprobs.sum(-1)
+    best = (ref + world.rewards / end.price).log_softmax(-1)
+    lengths = outcomes.mask.sum(-1).double()
+    assert end.nearest_kl == pytest.approx(float((best.exp() * (best - ref)).sum()))
+    assert end.nearest_length == pytest.approx(float((best.exp() * lengths).sum()))
+    assert end.nearest_kl > 2 * end.optimal_kl
+
+
 def test_k1_as_a_loss_never_stands_still():
     with pytest.warns(match="expected gradient of exactly zero"):
         kl = KLConfig(beta=0.2, kl_estimator="k1", kl_gradient="own")

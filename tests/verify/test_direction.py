@@ -10,14 +10,7 @@ import torch
 
 from klamp.core import gradients
 from klamp.core.estimators import ESTIMATORS
-from klamp.verify.direction import (
-    USES,
-    answer_direction,
-    direction_worlds,
-    draw,
-    klamps_k3,
-    reversed_form,
-)
+from klamp.verify.direction import USES, answer_direction, direction_worlds, draw, klamps_k3, reversed_form
 from klamp.verify.oracle import expected, reverse_kl
 from klamp.verify.worlds import random_chain
 
@@ -63,8 +56,7 @@ def test_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [lambda d: torch.expm1(d) - d, lambda d: -(torch.expm1(-d) + d), lambda d: torch.expm1(-d) + d + 1e-6],
+    "value", [lambda d: torch.expm1(d) - d, lambda d: -(torch.expm1(-d) + d), lambda d: torch.expm1(-d) + d + 1e-6]
 )
 def test_it_fails_when_k3_is_another_formula(value, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ESTIMATORS, "k3", dataclasses.replace(ESTIMATORS["k3"], value=value))

@@ -73,11 +73,11 @@ def test_the_gradient_is_that_of_the_generalised_kl_over_the_kept_tokens(choices
         reached = prefix_probs(scene.chain, "policy")
         held = reached if kl.kl_horizon == "sequence" else reached.detach()
         charged = (held * divergence(scene.chain, kl, forward=forward)).sum()
-        found = examine_config(kl, scene=scene).kl
-        torch.testing.assert_close(found.gradient, gradient_of(charged, scene.chain), rtol=0, atol=1e-12)
+        pull = examine_config(kl, scene=scene).kl
+        torch.testing.assert_close(pull.gradient, gradient_of(charged, scene.chain), rtol=0, atol=1e-12)
         if kl.kl_estimator == "k3":
             value = (reached * divergence(scene.chain, kl)).sum().item()
-            assert found.value == pytest.approx(value, abs=1e-12)
+            assert pull.value == pytest.approx(value, abs=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -98,9 +98,9 @@ def test_the_exact_kl_token_by_token_counts_whole_positions(excluded: str) -> No
         p = chain.logprobs("policy")
         share = torch.where(kept(chain, kl), p.exp(), 0.0).sum(-1) * prefix_probs(chain, "policy")
         charged = (share.detach() * divergence(chain, KLConfig())).sum()
-        found = examine_config(kl, scene=scene).kl
-        torch.testing.assert_close(found.gradient, gradient_of(charged, chain), rtol=0, atol=1e-12)
-        assert found.value == pytest.approx(charged.item(), abs=1e-12)
+        pull = examine_config(kl, scene=scene).kl
+        torch.testing.assert_close(pull.gradient, gradient_of(charged, chain), rtol=0, atol=1e-12)
+        assert pull.value == pytest.approx(charged.item(), abs=1e-12)
 
 
 def test_k1_as_a_loss_moves_the_mass_of_the_kept_tokens() -> None:

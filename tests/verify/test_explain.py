@@ -99,6 +99,7 @@ def test_what_is_said_of_one_configuration_is_not_said_of_another() -> None:
     assert line(explain(target_kl=0.1), "ends").startswith("not known"), "beta moves"
     assert "reward" not in line(explain(setting=Setting(rewarded=False)), "ends")
     assert "price" not in dict(explain(kl_gradient="none").lines), "nothing is paid"
+    assert line(explain(target_kl=0.05), "price").startswith("moves with beta; at its start 0.01 reward")
     assert {"ends", "price"}.isdisjoint(dict(explain(reference="sampler").lines)), "a sampler has neither"
     clipped = explain(kl_clip_method="hard", kl_reference_length=9)
     assert "ends" not in dict(clipped.lines) and line(clipped, "price").endswith("above the budget")
@@ -118,9 +119,9 @@ def test_a_soft_clip_is_judged_at_the_length_of_the_explanation() -> None:
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.endswith("-as-loss")])
 def test_every_preset_can_be_explained(name: str) -> None:
     recipe = PRESETS[name]
-    found = explain_config(recipe.kl, recipe.loss, name=name, setting=Setting(paper=recipe.paper))
-    assert found.verdict
-    assert dict(found.lines)["paper"] == recipe.paper
+    explanation = explain_config(recipe.kl, recipe.loss, name=name, setting=Setting(paper=recipe.paper))
+    assert explanation.verdict
+    assert dict(explanation.lines)["paper"] == recipe.paper
 
 
 def lines(**choices: object) -> list[str]:

@@ -38,10 +38,10 @@ def told(
     kl: tuple, teacher: tuple | None, loss: LossConfig, setting: Setting, _: int
 ) -> tuple[str, dict[str, str], str]:
     config = KLConfig(**dict(kl))
-    found = explain_config(
+    explanation = explain_config(
         config, loss, name="x", setting=setting, teacher=None if teacher is None else taught_by(**dict(teacher))
     )
-    return found.verdict, dict(found.lines), " ".join(text for _, text in found.lines)
+    return explanation.verdict, dict(explanation.lines), " ".join(text for _, text in explanation.lines)
 
 
 def tell(kl: Any = NO_KL, teacher: dict | None = None, loss: LossConfig = FIXED, setting: Setting = Setting()):  # noqa: B008

@@ -94,11 +94,11 @@ def test_the_others_gate_a_sampled_kl(name: str, method: str, level: str) -> Non
         kl = KLConfig(**choices, **CLIPS[method], kl_clip_level=level)
         slope, rest = others(scene, kl_of_each(scene, kl), method)
         assert 0.1 < slope < 0.9, "the gate is open for some and closed for others"
-        found = examine_config(kl, scene=scene).kl
-        torch.testing.assert_close(found.gradient, slope * truths(scene.chain)[follows], rtol=0, atol=1e-12)
+        pull = examine_config(kl, scene=scene).kl
+        torch.testing.assert_close(pull.gradient, slope * truths(scene.chain)[follows], rtol=0, atol=1e-12)
         if kl.kl_placement == "loss" and kl.kl_estimator != "k2":
             charged = rest + slope * reverse_kl(scene.chain).item()
-            assert found.value == pytest.approx(charged, abs=1e-12)
+            assert pull.value == pytest.approx(charged, abs=1e-12)
 
 
 @pytest.mark.parametrize("level", ["sequence", "group", "batch"])
@@ -112,9 +112,9 @@ def test_the_exact_kl_of_the_sampled_prefixes_gates_itself(method: str, level: s
         charged = torch.zeros((), dtype=torch.float64)
         for group in itertools.product(range(len(y.probs)), repeat=1 if level == "sequence" else size):
             charged = charged + y.probs[list(group)].prod().detach() * clip(each[list(group)].mean(), method)[0]
-        found = examine_config(kl, scene=scene).kl
-        torch.testing.assert_close(found.gradient, gradient_of(charged, scene.chain), rtol=0, atol=1e-12)
-        assert found.value == pytest.approx(charged.item(), abs=1e-12)
+        pull = examine_config(kl, scene=scene).kl
+        torch.testing.assert_close(pull.gradient, gradient_of(charged, scene.chain), rtol=0, atol=1e-12)
+        assert pull.value == pytest.approx(charged.item(), abs=1e-12)
 
 
 def test_the_group_mean_as_baseline_keeps_its_share_of_a_clipped_kl_in_the_reward() -> None:

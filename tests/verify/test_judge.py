@@ -41,9 +41,9 @@ def klamps(policy: Tensor, ref: Tensor) -> Tensor:
     ],
 )
 def test_value_and_gradient_are_named(function, estimates: str, as_loss: str, in_reward: str | None) -> None:
-    found = judge(function)
-    assert found.value.estimates == estimates
-    assert found.gradient.follows.in_words == as_loss
+    judgement = judge(function)
+    assert judgement.value.estimates == estimates
+    assert judgement.gradient.follows.in_words == as_loss
     if in_reward is not None:
         assert judge(function, use="reward").gradient.follows.in_words == in_reward
 
@@ -53,16 +53,16 @@ def test_numbers_of_value_and_gradient() -> None:
     assert biased.value.relative_bias == pytest.approx(0.1, abs=1e-12)
     assert biased.value.expected == pytest.approx(1.1 * biased.value.reverse_kl)
     assert biased.value.lowest < 0 < biased.value.standard_deviation
-    found = judge(k3)
-    assert found.value.lowest >= 0
-    assert 0 < found.gradient.cosine_reverse < 0.99
+    judgement = judge(k3)
+    assert judgement.value.lowest >= 0
+    assert 0 < judgement.gradient.cosine_reverse < 0.99
     assert judge(k1).gradient.cosine_reverse == 0.0
     assert judge(k2).gradient.share == pytest.approx(1.0)
 
 
 def test_a_function_that_computes_in_float32_is_still_recognised() -> None:
-    found = judge(lambda p, r: k3(p.float(), r.float()))
-    assert (found.value.estimates, found.gradient.follows.name) == ("KL(policy||ref)", "forward")
+    judgement = judge(lambda p, r: k3(p.float(), r.float()))
+    assert (judgement.value.estimates, judgement.gradient.follows.name) == ("KL(policy||ref)", "forward")
 
 
 def test_a_detached_value_has_no_gradient_and_an_exception_is_the_callers() -> None:

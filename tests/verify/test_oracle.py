@@ -23,14 +23,7 @@ from klamp.verify.oracle import (
     truths,
     variance,
 )
-from klamp.verify.worlds import (
-    Chain,
-    enumerate_outcomes,
-    list_prefixes,
-    one_position,
-    random_chain,
-    truncate_top_p,
-)
+from klamp.verify.worlds import Chain, enumerate_outcomes, list_prefixes, one_position, random_chain, truncate_top_p
 
 
 def close(actual, target, tolerance=1e-12):
@@ -213,9 +206,9 @@ def scaled(name: str, *factors: float) -> list[torch.Tensor]:
 @pytest.mark.parametrize("factor", [1.0, -1.0, 0.04])
 @pytest.mark.parametrize("name", ["reverse", "forward"])
 def test_a_multiple_is_named_with_its_factor(name: str, factor: float) -> None:
-    found = name_gradient(scaled(name, factor, factor), KNOWN)
-    assert found.name == name
-    assert found.factor == pytest.approx(factor, abs=1e-14)
+    followed = name_gradient(scaled(name, factor, factor), KNOWN)
+    assert followed.name == name
+    assert followed.factor == pytest.approx(factor, abs=1e-14)
 
 
 def test_a_multiple_has_one_factor_in_all_worlds_zero_is_measured_and_the_tolerance_decides_what_is_the_same() -> None:
@@ -242,10 +235,10 @@ def test_a_turned_sign_is_not_the_same_and_is_told_in_words() -> None:
 def test_a_pull_has_angle_and_share_over_all_worlds() -> None:
     known = [{"reverse": torch.tensor([1.0]), "forward": torch.tensor([0.0])} for _ in range(2)]
     known[0]["forward"] = torch.tensor([3.0])
-    found = pull_of([torch.tensor([2.0]), torch.tensor([0.0])], known)
-    assert found.follows == ("forward", pytest.approx(2 / 3))
-    assert found.cosine_reverse == pytest.approx(0.5**0.5)
-    assert found.share == pytest.approx(1.0)
+    pull = pull_of([torch.tensor([2.0]), torch.tensor([0.0])], known)
+    assert pull.follows == ("forward", pytest.approx(2 / 3))
+    assert pull.cosine_reverse == pytest.approx(0.5**0.5)
+    assert pull.share == pytest.approx(1.0)
     still = pull_of([torch.zeros(1)] * 2, known)
     assert (still.follows.name, still.cosine_reverse, still.share) == ("zero", 0.0, 0.0)
     assert cosine(torch.zeros(2), torch.ones(2)) == 0.0

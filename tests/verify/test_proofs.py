@@ -18,11 +18,7 @@ from klamp.verify import one_step
 from klamp.verify.oracle import NOTHING_KNOWN, truths
 from klamp.verify.proofs import PROOFS, gradients, values, verify_all
 from klamp.verify.proofs.check import Check, Proof, follows, is_equal, is_true, run_section
-from klamp.verify.proofs.gradients import (
-    prove_clipping,
-    prove_gradients,
-    prove_sequences,
-)
+from klamp.verify.proofs.gradients import prove_clipping, prove_gradients, prove_sequences
 from klamp.verify.proofs.values import measure_estimators, prove_gaussians, prove_numerics, prove_values
 from klamp.verify.worlds import random_chain
 
@@ -154,8 +150,8 @@ def test_the_exact_kl_reversed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_clamp_within_thirty_nats(monkeypatch: pytest.MonkeyPatch) -> None:
     break_coefficient(monkeypatch, ("token", "reverse"), lambda value, log_w, delta: log_w.exp() * delta.clamp(-20, 20))
-    found = failures(prove_numerics)
-    assert {f"{name}, +-30 nats, gradient reverse" for name in ("float32", "bfloat16", "float16")} == set(found)
+    failed = failures(prove_numerics)
+    assert {f"{name}, +-30 nats, gradient reverse" for name in ("float32", "bfloat16", "float16")} == set(failed)
 
 
 def test_a_mask_that_is_applied_after_the_exponential(monkeypatch: pytest.MonkeyPatch) -> None:

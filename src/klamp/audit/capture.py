@@ -16,16 +16,18 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from klamp.audit.verdict import SCHEMA
 from klamp.errors import DataError
 
 Array: TypeAlias = NDArray[Any]
 
-SCHEMA = "klamp.check/1"
 NEEDED = ("gradient", "policy_logprobs", "mask")
 SCORES = ("ref_logprobs", "old_logprobs", "sampler_logprobs", "baseline", "policy_part", "second", "third")
-WHOLE = ("segments", "ids")
-"""Names of the arrays [B, T]: those that a capture needs, more numbers, whole numbers. Beside them: advantages ([B] or
-[B, T]) and rewards [B]."""
+PER_COMPLETION = ("advantages", "rewards")
+"""Names of arrays: those that a capture needs, other numbers [B, T], and those that may be [B]."""
+INTEGERS = dict.fromkeys(("segments", "ids"), np.int32)
+TYPES: dict[str, Any] = INTEGERS | {"mask": np.bool_}
+"""Array [B, T] -> its type; all others are float64, and float32 in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,12 @@ class Capture:
     arrays: dict[str, Any]  # name -> array
     facts: dict[str, Any] = field(default_factory=dict[str, Any])  # scalars: eps, dtype, beta, ..., and findings
 
-    def save(self, path: str | Path) -> None:
-        """Write the capture as a safetensors file."""
+    def save(self, path: str | Path, *, ids: bool) -> None:
+        """Write the capture as a safetensors file, with or without token ids."""
         from safetensors.numpy import save_file
 
-        types = dict.fromkeys(WHOLE, np.int32) | {"mask": np.uint8}
-        stored = {k: np.ascontiguousarray(x, dtype=types.get(k, np.float32)) for k, x in self.arrays.items()}
+        types, arrays = INTEGERS | {"mask": np.uint8}, {k: x for k, x in self.arrays.items() if ids or k != "ids"}
+        stored = {k: np.ascontiguousarray(x, dtype=types.get(k, np.float32)) for k, x in arrays.items()}
         save_file(stored, str(path), metadata={"schema": SCHEMA, "facts": json.dumps(self.facts, default=str)})
 
     @classmethod
@@ -61,14 +63,13 @@ class Capture:
         except (OSError, SafetensorError, ValueError) as error:
             got, why = f"{type(error).__name__}: {error}", "a capture is a safetensors file with a header"
             raise DataError(f"{path} cannot be read as a capture", got=got, why=why, fix=fix) from error
-        shapes = {name: arrays[name].shape for name in (*NEEDED, *SCORES, *WHOLE) if name in arrays}
+        shapes = {name: x.shape for name, x in arrays.items() if name not in PER_COMPLETION}
         whole = {*NEEDED} <= {*arrays} and len({*shapes.values()}) == 1 and arrays["mask"].ndim == 2
         if header.get("schema") != SCHEMA or not isinstance(facts, dict) or not whole:
             why = f"klamp reads {SCHEMA}, with {', '.join(NEEDED)}, all of one shape [B, T]"
             got = f"schema {header.get('schema')!r}, arrays {shapes}"
             raise DataError(f"{path} is not a whole capture of klamp.check", got=got, why=why, fix=fix)
-        types = dict.fromkeys(WHOLE, np.int32) | {"mask": np.bool_}
-        return cls(arrays={k: x.astype(types.get(k, np.float64)) for k, x in arrays.items()}, facts=facts)
+        return cls(arrays={k: x.astype(TYPES.get(k, np.float64)) for k, x in arrays.items()}, facts=facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,26 +94,26 @@ class Tokens:
     @classmethod
     def of(cls, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Tokens:
         """The tokens under the mask; a completion is a row, or a segment of a packed row."""
-        mask, segments, advantage = arrays["mask"], arrays.get("segments"), arrays.get("advantages")
-        span = 1 if segments is None else int(np.ptp(segments)) + 1
-        rows = np.broadcast_to(span * np.arange(len(mask))[:, None], mask.shape)
-        rows = rows if segments is None else rows + segments - segments.min()
-        order = np.argsort(rows[mask], kind="stable")
-        completions, row = np.unique(rows[mask][order], return_inverse=True)
-        scores = {x: arrays[x] for x in ("gradient", "policy_logprobs", *SCORES) if x in arrays}
+        mask, segments = arrays["mask"], arrays.get("segments", np.zeros(1, int))
+        span = int(np.ptp(segments)) + 1
+        rows = np.broadcast_to(span * np.arange(len(mask))[:, None] + segments - segments.min(), mask.shape)[mask]
+        order = np.argsort(rows, kind="stable")
+        completions, row = np.unique(rows[order], return_inverse=True)
+        advantage = arrays.get("advantages")
         if advantage is not None and advantage.ndim == 1:
-            per_segment = segments is not None and advantage.size == completions.size
-            advantage = (advantage if per_segment else advantage[completions // span])[row].astype(np.float64)
+            per_segment = "segments" in arrays and advantage.size == completions.size
+            advantage = (advantage if per_segment else advantage[completions // span])[row]
         elif advantage is not None:
-            advantage = advantage[mask][order].astype(np.float64)
-        size, clip = facts.get("group_size"), facts.get("clip")
+            advantage = advantage[mask][order]
+        scores = {name: arrays[name] for name in ("gradient", "policy_logprobs", *SCORES) if name in arrays}
+        size, clip = None if "segments" in arrays else facts.get("group_size"), facts.get("clip")
         return cls(
             row=row,
             advantage=advantage,
-            group=np.unique(completions // size, return_inverse=True)[1] if size and segments is None else None,
+            group=np.unique(completions // size, return_inverse=True)[1] if size else None,
             eps=float(facts.get("eps", 6e-8)),
             clip=(float(clip[0]), float(clip[1])) if clip else None,
-            **{name.removesuffix("_logprobs"): x[mask][order].astype(np.float64) for name, x in scores.items()},
+            **{name.removesuffix("_logprobs"): x[mask][order] for name, x in scores.items()},
         )
 
     @cached_property
@@ -137,11 +138,6 @@ class Tokens:
     @cached_property
     def r(self) -> Array:
         return np.exp(np.clip(self.log_r, -50, 50))
-
-    @cached_property
-    def sequence_r(self) -> Array:
-        """The geometric mean of the completion's ratios."""
-        return np.exp(self.average(self.log_r))
 
     @cached_property
     def prefix_r(self) -> Array:

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from klamp.audit.capture import Array, Capture, Tokens
 from klamp.audit.fit import MEANS, Fit, at_zero, explain
-from klamp.audit.forms import k3
+from klamp.audit.forms import Form, k3
 from klamp.audit.inputs import advantage_form, examine_inputs
-from klamp.audit.verdict import Finding, Verdict, finding
+from klamp.audit.verdict import CheckFinding, Verdict, finding
 
 RIGHT = {"reverse": ("reverse", "squared"), "forward": ("forward",)}  # what was meant -> the classes that are right
 CODES = {"old": "kl-other-anchor", "k3": "kl-k3-in-advantage"}
 """Class of KL -> the finding that calls it wrong, where it is not `kl-CLASS`."""
 CONSTANT = "it is the same for each token, whatever the reference says (k1 differentiated)"
-UNREADABLE = {"not-finite", "gradient-not-finite", "not-log-probabilities"}
+UNREADABLE = {"empty-mask", "not-finite", "gradient-not-finite", "not-log-probabilities"}
 """Findings on numbers that no explanation can be read from."""
 BETA_OFF = 0.05  # from which share on a beta is another one
 BETA_AGREE = 0.02  # within which share all accepted forms have to agree on it
@@ -44,14 +45,16 @@ def conclude(capture: Capture) -> Verdict:
     """The verdict on a captured micro-batch."""
     arrays, facts = capture.arrays, capture.facts
     g, mask = arrays["gradient"], arrays["mask"]
-    findings = [Finding(**fields) for fields in facts.get("findings", ())]
+    findings = [CheckFinding(**fields) for fields in facts.get("findings", ())]
     findings += examine_inputs(arrays, facts)
-    if not mask.any():
-        return Verdict.of([*findings, finding("empty-mask")], not_checked=_not_checked(arrays, facts))
-    inside, shifts = np.sqrt(np.square(np.nan_to_num(g[mask])).mean()), {-1: "one token early", 1: "one token late"}
-    moved = [x for n, x in shifts.items() if ((g != 0) == np.roll(mask, n, axis=1)).mean() > 0.98]
-    text = f"; the loss's mask is {moved[0]}" if moved and not ((g != 0) == mask).all() else ""
-    findings += off_mask(np.abs(g), mask, 1e-7 * inside, moved=text)
+    if mask.any():
+        inside, moved = np.sqrt(np.square(np.nan_to_num(g[mask])).mean()), ""
+        for shift, where in ((-1, "early"), (1, "late")) if ((g != 0) != mask).any() else ():
+            if ((g != 0) == np.roll(mask, shift, axis=1)).mean() > 0.98:
+                moved = f"; the loss's mask is one token {where}"
+        findings += off_mask(np.abs(g), mask, 1e-7 * inside, moved=moved)
+    else:
+        findings.append(finding("empty-mask"))
     if bad := int((~np.isfinite(g[mask])).sum()):
         findings.append(finding("gradient-not-finite", count=bad, size=int(mask.sum())))
     if UNREADABLE & {x.code for x in findings}:
@@ -59,7 +62,7 @@ def conclude(capture: Capture) -> Verdict:
     return Reading(capture, findings).verdict()
 
 
-def off_mask(sizes: Array, mask: Any, threshold: float, *, moved: str = "") -> Iterator[Finding]:
+def off_mask(sizes: Array, mask: Any, threshold: float, *, moved: str = "") -> Iterator[CheckFinding]:
     """Gradients outside of the mask, of which the sizes are given, beyond a threshold."""
     outside = np.nan_to_num(sizes[~mask], nan=np.inf)
     reached = outside[outside > threshold]
@@ -80,7 +83,7 @@ def _not_checked(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
     return left | {"whether the reference is the right model, other micro-batches, scaling over ranks": ""}
 
 
-def judge_kinds(kinds: Sequence[str], direction: int, means: str) -> tuple[str, list[Finding]]:
+def judge_kinds(kinds: Sequence[str], direction: int, means: str) -> tuple[str, list[CheckFinding]]:
     """The class of a KL in one word, and what is wrong with it; direction -1: the KL is subtracted from the loss."""
     right, names = RIGHT.get(means, ()), " or ".join(kinds)
     if direction < 0 and not set(kinds) & {"zero", "old"}:
@@ -96,7 +99,7 @@ def judge_kinds(kinds: Sequence[str], direction: int, means: str) -> tuple[str, 
 class Reading:
     """One capture, its explanation, and the findings that follow."""
 
-    def __init__(self, capture: Capture, findings: list[Finding]) -> None:
+    def __init__(self, capture: Capture, findings: list[CheckFinding]) -> None:
         self.arrays, self.facts, self.findings = capture.arrays, capture.facts, findings
         self.beta: float | None = self.facts.get("beta")
         self._means: str = self.facts.get("means", "reverse")
@@ -109,8 +112,8 @@ class Reading:
             self._try_shifts()
         self.form = advantage_form(self.t, self.arrays.get("rewards"))
         self.kl: str | None = None
-        self.seen_beta: float | None = None
-        self.measured: float | None = None
+        self.visible: float | None = None  # the smallest beta that would have stood out
+        self.measured: float | None = None  # a beta that does not follow from the fit
         self.open: dict[str, str] = {}
 
     def say(self, code: str, **evidence: Any) -> None:
@@ -136,7 +139,7 @@ class Reading:
             beta=beta,
             surrogate=names.pop() if len(names) == 1 and self.policy.stage not in ("unknown", "free") else None,
             mean=mean,
-            beta_seen=self.seen_beta,
+            beta_seen=self.visible,
             not_checked=_not_checked(self.arrays, self.facts) | self.open,
         )
 
@@ -158,20 +161,18 @@ class Reading:
 
     def _try_shifts(self) -> None:
         """Look for a loss that compares a token with the reference or the old policy of its neighbour."""
-        for name in ("ref_logprobs", "old_logprobs", "advantages"):
-            x = self.arrays.get(name)
-            if x is None or x.ndim != 2:
-                continue
-            for shift, where in ((-1, "next"), (1, "previous")):
-                mask = self.arrays["mask"].copy()
-                mask[:, -1 if shift < 0 else 0] = False
-                t = Tokens.of({**self.arrays, name: np.roll(x, shift, axis=1), "mask": mask}, self.facts)
-                explained = explain(t, simple=True) if t.policy.size >= 12 else self.explained
-                if explained.stage in ("KL alone", "one mean", "two means"):
-                    what = f"the loss compares each token with {name} of the {where} token"
-                    self.say("shift", what=what, tensor=name, shift=-shift)
-                    self.t, self.explained = t, explained
-                    return
+        names = [x for x in ("ref_logprobs", "old_logprobs", "advantages") if np.ndim(self.arrays.get(x)) == 2]
+        for name, (shift, where) in product(names, ((-1, "next"), (1, "previous"))):
+            mask = self.arrays["mask"].copy()
+            mask[:, -1 if shift < 0 else 0] = False
+            moved = np.roll(self.arrays[name], shift, axis=1)
+            t = Tokens.of({**self.arrays, name: moved, "mask": mask}, self.facts)
+            explained = explain(t, simple=True) if t.policy.size >= 12 else self.explained
+            if explained.stage in ("KL alone", "one mean", "two means"):
+                what = f"the loss compares each token with {name} of the {where} token"
+                self.say("shift", what=what, tensor=name, shift=-shift)
+                self.t, self.explained = t, explained
+                return
 
     def _scale(self, *, agreed: bool = False) -> float:
         """The size of the policy loss's coefficient, which beta is relative to; 0: not known, or not agreed on."""
@@ -188,13 +189,14 @@ class Reading:
             return
         if fit is None:  # of no known form: if the loss was watched, its direction shows all the same
             part = np.zeros_like(t.advantage) if t.policy_part is None else t.policy_part
-            if part @ t.advantage > 0.5 * np.linalg.norm(part) * np.linalg.norm(t.advantage):
-                self.say("policy-reversed")
-            return
-        sign = (fit.signs[0] or 1) if self.policy.stage == "free" else 0 if fit.policy is None else np.sign(fit.a)
+            sign = -1 if part @ t.advantage > 0.5 * np.linalg.norm(part) * np.linalg.norm(t.advantage) else 1
+        elif self.policy.stage == "free":
+            sign = fit.signs[0] or 1
+        else:
+            sign = 0 if fit.policy is None else np.sign(fit.a)
         if sign <= 0:
             self.say("policy-absent" if sign == 0 else "policy-reversed")
-        if fit.on < 1 and fit.policy is not None:
+        if fit is not None and fit.policy is not None and fit.on < 1:
             self.say("policy-gated", off=1 - fit.on)
 
     # which KL
@@ -224,7 +226,7 @@ class Reading:
             if fit.bounds is not None:
                 self.say("kl-clamped", low=fit.bounds[0], high=fit.bounds[1])
             if self.kl in RIGHT.get(self._means, ()):
-                self._cautions(fit, kinds)
+                self._cautions(fit.kl, kinds)
 
     def _judge(self, kinds: Sequence[str], coefficient: float) -> None:
         """Judge a KL by the sign of its coefficient, which is right if it is that of beta."""
@@ -232,22 +234,20 @@ class Reading:
         self.kl, findings = judge_kinds(kinds, direction, self._means)
         self.findings += findings
 
-    def _cautions(self, fit: Fit, kinds: Sequence[str]) -> None:
-        kl, drift = fit.kl, float(np.sqrt(np.square(self.t.r - 1).mean()))
-        names = () if kl is None else kl.names
-        if drift > 1e-3 and not any("ratio" in name.replace("log-ratio", "") for name in names):
+    def _cautions(self, kl: Form, kinds: Sequence[str]) -> None:
+        drift = float(np.sqrt(np.square(self.t.r - 1).mean()))
+        if drift > 1e-3 and not any("ratio" in name.replace("log-ratio", "") for name in kl.names):
             self.say("no-ratio", drift=drift)
         if tuple(kinds) == ("squared",):
             self.say("kl-squared")
-        if kl is not None and kl.coupled:
+        if kl.coupled:
             self.say("kl-coupled", form=kl.name)
 
     def _at_the_reference(self) -> bool:
         """Read the second and third derivative where the policy is (nearly) the reference; whether they answered."""
         readings = [x for mean in MEANS if (x := at_zero(self.t, mean)) is not None]
-        visible = [x for x in readings if not np.isnan(x[1])]
+        visible, fit = [x for x in readings if not np.isnan(x[1])], self.explained.best
         if not visible:
-            fit = self.explained.best
             answered = bool(readings) and fit is not None and fit.kl is not None and "zero" in self.explained.kinds
             if answered and fit is not None:
                 self._judge(("zero",), fit.b)
@@ -275,26 +275,26 @@ class Reading:
     def _no_kl(self, fit: Fit) -> None:
         """The gradient holds no KL: say whether one would have shown, and where it may be instead."""
         t, beta, form, scale = self.t, self.beta, self.form, self._scale()
-        self.seen_beta = seen = self.explained.b_seen / scale if scale else None
+        self.visible = limit = self.explained.b_seen / scale if scale else None
         if beta != 0 and form.kl:
             self._judge((form.kind,), form.beta or 0.0)
             self.say("kl-in-advantages", form=form.name, beta=form.beta)
             self.measured = form.beta
             return
-        shown = "any size" if seen is None else f"{seen:.1g}"
+        shown = "any size" if limit is None else f"{limit:.1g}"
         silent, shows = ": the loss has no gradient at all", f": one with beta above {shown} would have been seen"
         meant = form.kl is False or self.facts.get("kl_in") == "loss"
         detached = self.facts.get("ref_detached") or self._in_value_only()
-        no_gradient = seen is None and fit.policy is None and not np.any(t.gradient)
+        no_gradient = limit is None and fit.policy is None and not np.any(t.gradient)
         rules = (
             (beta == 0, "none", None),
             (detached, "none", finding("kl-detached")),
             (t.distance < 1e-6, "unknown", finding("step-zero")),
             (self.facts.get("around"), "unknown", finding("path-around")),
             (no_gradient, "none", finding("kl-absent", seen=silent)),
-            (seen is None or abs(beta or np.inf) < seen, "unknown", finding("no-power", shown=shown, seen=seen)),
+            (limit is None or abs(beta or np.inf) < limit, "unknown", finding("no-power", shown=shown, seen=limit)),
             (meant, "none", finding("kl-absent", seen=shows)),
-            (True, "unknown", finding("kl-in-advantages-or-absent", seen=seen)),
+            (True, "unknown", finding("kl-in-advantages-or-absent", seen=limit)),
         )
         self.kl, absent = next((kl, absent) for holds, kl, absent in rules if holds)
         self.findings += [] if absent is None else [absent]
@@ -323,7 +323,7 @@ class Reading:
         fit, passed, form, scale = self.explained.best, self.beta, self.form, self._scale()
         has_kl = fit is not None and fit.kl is not None
         if has_kl and scale and np.isfinite(self.explained.b_seen):
-            self.seen_beta = self.explained.b_seen / scale
+            self.visible = self.explained.b_seen / scale
         beta, blur = self.measured, 0.0
         if beta is None and fit is not None and fit.kl is not None and self.explained.stage != "free":
             betas = [x.b / (abs(x.a) if x.policy is not None else scale) for x in self.explained.fits if x.a or scale]
@@ -367,13 +367,12 @@ class Reading:
         return next((f": {name}" for name, x in causes.items() if x and abs(factor / x - 1) < 0.01), "")
 
     def _mean(self) -> str | None:
-        fit = self.explained.best
         pairs = {(x.w, x.u) for x in self.explained.fits}
-        if fit is None or self.explained.stage == "free" or len(pairs) != 1:
+        if self.explained.best is None or self.explained.stage == "free" or len(pairs) != 1:
             return None
-        w, u = pairs.pop()
         if self.explained.same_means:
             return "token or sequence (equal lengths)"
+        w, u = pairs.pop()
         if self.t.policy_part is not None and self.policy.fits:
             w = self.policy.fits[0].w if len({x.w for x in self.policy.fits}) == 1 else None
         if w and u and w != u:
@@ -386,11 +385,9 @@ class Reading:
     def _summary(self) -> str:
         t = self.t
         line = f"{t.policy.size} trained tokens of {t.lengths.size} completions, {self.facts.get('dtype', 'float32')}"
-        if t.ref is not None:
-            line += f", |log-ratio| {t.distance:.2g} nats RMS"
-        if self.seen_beta is not None and np.isfinite(self.seen_beta):
-            line += f"; a KL with beta above {self.seen_beta:.1g} would be seen"
-        return line
+        line += f", |log-ratio| {t.distance:.2g} nats RMS" * (t.ref is not None)
+        visible = self.visible is not None and np.isfinite(self.visible)
+        return line + (f"; a KL with beta above {self.visible:.1g} would be seen" if visible else "")
 
     def _found(self, beta: float | None) -> str:
         fit, first, beside = self.explained.best, self.policy.best, self.facts.get("beside")

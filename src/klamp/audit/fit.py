@@ -30,8 +30,8 @@ MEANS: tuple[Mean, ...] = ("token", "sequence")
 
 ACCEPTED = 25.0  # the largest residual per token, in units of the rounding noise, squared, that explains a gradient
 CLOSE = 8.0  # forms are accepted beside the best one if their residual is within this factor of its own
-MARGIN = 2.0  # how much larger than just visible a KL has to be before its absence is called so
 BLOCK = 2**16  # numbers of the candidates' columns that are looked at in one pass
+MARGIN = 2.0  # how much larger than just visible a KL has to be before its absence is called so
 FREE_TOKENS = 8  # tokens beyond the number of free parameters that the fit with a factor of each completion needs
 
 
@@ -53,7 +53,7 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
+class Decomposition:
     """What a gradient is made of."""
 
     stage: str
@@ -74,42 +74,42 @@ class Explanation:
 
 
 class _Problem(NamedTuple):
-    """Target and tokens of the fit, the indices that are fitted, the noise without a KL, and the candidates."""
+    """The gradient to explain and the candidates."""
 
     target: Array
-    noise: Array
+    noise: Array  # without that of a KL
     tokens: Tokens
-    used: Array
+    used: Array  # the indices that are fitted
     policies: list[Form]
     kls: list[Form]
-    weights: dict[Mean, Array]
+    weights: dict[Mean | None, Array]
 
-    def column(self, form: Form, mean: Mean) -> Array:
+    def column(self, form: Form | None, mean: Mean | None) -> Array:
         """The gradient that a form gives each token under a mean."""
-        return form.values * self.weights[mean]
+        return np.zeros_like(self.target) if form is None else form.values * self.weights[mean]
 
-    def scaled(self, form: Form, mean: Mean) -> Array:
-        """The same for the fitted tokens, in units of the noise."""
-        return (self.column(form, mean) / self.noise)[self.used]
+    def scaled(self, x: Array) -> Array:
+        """A gradient of the fitted tokens, in units of the noise."""
+        return (x / self.noise)[self.used]
 
 
-def explain(tokens: Tokens, *, simple: bool = False) -> Explanation:
+def explain(tokens: Tokens, *, simple: bool = False) -> Decomposition:
     """Find the simplest explanation of a gradient; `simple` leaves out a gate, a bound and a free factor."""
     part = np.zeros_like(tokens.gradient) if tokens.policy_part is None else tokens.policy_part
     size = np.abs(tokens.gradient) + np.abs(part)
     used = np.flatnonzero(np.abs(tokens.log_r) <= FARTHEST)
     near = size[used] if used.size else size
     typical = max(float(np.median(near)), 0.01 * float(np.sqrt(np.square(near).mean())), 1e-100)
-    weights = {mean: tokens.weights(mean) for mean in MEANS}
-    policies = [] if tokens.policy_part is not None else policy_forms(tokens)
     noise = 1.5 * tokens.eps * (size + typical)
+    weights: dict[Mean | None, Array] = {mean: tokens.weights(mean) for mean in MEANS}
+    policies = [] if tokens.policy_part is not None else policy_forms(tokens)
     problem = _Problem(tokens.gradient - part, noise, tokens, used, policies, kl_forms(tokens), weights)
     same = bool(np.abs(weights["token"] - weights["sequence"]).max() < 1e-10)
     means = MEANS[:1] if same else MEANS
     accepted = ((stage, _accepted(fits)) for stage, fits in _stages(problem, means, simple=simple))
     stage, fits = next(((stage, fits) for stage, fits in accepted if fits), ("unknown", []))
     fits = fits or sorted(_alone(problem, means), key=attrgetter("chi2"))[:1]
-    return Explanation(stage=stage, fits=tuple(fits), b_seen=_visible(problem, fits, means), same_means=same)
+    return Decomposition(stage=stage, fits=tuple(fits), b_seen=_visible(problem, fits, means), same_means=same)
 
 
 def _stages(problem: _Problem, means: tuple[Mean, ...], *, simple: bool) -> Iterator[tuple[str, Iterable[Fit]]]:
@@ -141,21 +141,20 @@ def _alone(problem: _Problem, means: tuple[Mean, ...]) -> list[Fit]:
 
 def _pairs(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
     """Each policy loss (or none) with each KL: all KLs of a policy loss in one pass, the likely ones refined."""
-    used, kls = problem.used, problem.kls
-    y, rows = (problem.target / problem.noise)[used], max(8, BLOCK // max(used.size, 1))
-    for w, u in means if kls else ():
-        plain = np.stack([problem.scaled(form, u) for form in kls])
+    y, rows = problem.scaled(problem.target), max(8, BLOCK // max(problem.used.size, 1))
+    for w, u in means if problem.kls else ():
+        plain = np.stack([problem.scaled(problem.column(form, u)) for form in problem.kls])
         for policy in problem.policies or [None]:
-            x = None if policy is None else problem.scaled(policy, w)
+            x = None if policy is None else problem.scaled(problem.column(policy, w))
             rest = y if x is None else _without(y, x)
             inside = [] if policy is None else advantage_forms(problem.tokens, policy)
             blocks = [plain[i : i + rows] for i in range(0, len(plain), rows)]
-            blocks += [np.stack([problem.scaled(form, u) for form in inside])] if inside else []
+            blocks += [np.stack([problem.scaled(problem.column(form, u)) for form in inside])] if inside else []
             slopes = [_slopes(block, x, rest, problem.tokens.eps) for block in blocks]
             b, chi2, growth = (np.concatenate(parts) for parts in zip(*slopes, strict=True))
             hopeful = np.argsort(chi2)[: 6 if problem.policies else None]
             for i in (i for i in hopeful if chi2[i] < ACCEPTED * growth[i]):
-                yield _refined(problem, policy, [*kls, *inside][i], (w, u), float(b[i]))
+                yield _refined(problem, policy, [*problem.kls, *inside][i], (w, u), float(b[i]))
 
 
 def _slopes(columns: Array, x: Array | None, rest: Array, eps: float) -> tuple[Array, Array, Array]:
@@ -171,29 +170,22 @@ def _slopes(columns: Array, x: Array | None, rest: Array, eps: float) -> tuple[A
 
 
 def _without(y: Array, x: Array) -> Array:
-    return y - np.multiply.outer(y @ x, x) / max(x @ x, 1e-300) if y.ndim > 1 else y - (y @ x) / max(x @ x, 1e-300) * x
+    return y - np.multiply.outer(y @ x, x) / max(x @ x, 1e-300)
 
 
 def _refined(
     problem: _Problem, policy: Form | None, kl: Form | None, means: tuple[Mean | None, Mean | None], b: float = 0.0
 ) -> Fit:
     """A pair fitted under the noise that its own KL brings along."""
-    used, (push, pull) = (
-        problem.used,
-        (
-            np.zeros_like(problem.target) if form is None or mean is None else problem.column(form, mean)
-            for form, mean in zip((policy, kl), means, strict=True)
-        ),
-    )
-    a, error = 0.0, 0.0
+    used, push, pull = problem.used, problem.column(policy, means[0]), problem.column(kl, means[1])
+    sigma, a, error = problem.noise + 2 * problem.tokens.eps * np.abs(b * pull), 0.0, 0.0
     for _ in range(1 if kl is None else 2):
-        sigma = (problem.noise + 2 * problem.tokens.eps * np.abs(b * pull))[used]
-        y, x, p = problem.target[used] / sigma, pull[used] / sigma, push[used] / sigma
+        y, x, p = ((column / sigma)[used] for column in (problem.target, pull, push))
         x_alone = _without(x, p)
         size = max(x_alone @ x_alone, 1e-300)
         b, error = float(x_alone @ y / size), float(np.sqrt(ACCEPTED * used.size / size))
         a = float(p @ (y - b * x) / max(p @ p, 1e-300))
-    sigma = problem.noise + 2 * problem.tokens.eps * np.abs(b * pull)
+        sigma = problem.noise + 2 * problem.tokens.eps * np.abs(b * pull)
     chi2 = np.square(((problem.target - a * push - b * pull) / sigma)[used]).sum() / max(used.size, 1)
     return Fit(policy=policy, kl=kl, a=a, b=b, w=means[0], u=means[1], b_error=error, chi2=float(chi2))
 
@@ -201,12 +193,11 @@ def _refined(
 def _visible(problem: _Problem, fits: list[Fit], means: tuple[Mean, ...]) -> float:
     """The |b| from which on any reverse or forward KL would have stood out, beside the fitted policy loss."""
     plain = [form for form in problem.kls if form.kind in ("reverse", "forward") and not form.coupled][:4]
-    smallest = 0.0 if plain and fits else np.inf
-    for column in (problem.scaled(form, mean) for form in plain for mean in means if fits):
-        if fits[0].policy is not None and fits[0].w is not None:
-            column = _without(column, problem.scaled(fits[0].policy, fits[0].w))  # noqa: PLW2901
-        smallest = max(smallest, float(np.sqrt(ACCEPTED * problem.used.size / max(column @ column, 1e-300))))
-    return MARGIN * smallest
+    if not plain or not fits:
+        return np.inf
+    push = problem.scaled(problem.column(fits[0].policy, fits[0].w))
+    alone = [_without(problem.scaled(problem.column(form, mean)), push) for form in plain for mean in means]
+    return MARGIN * max(float(np.sqrt(ACCEPTED * problem.used.size / max(x @ x, 1e-300))) for x in alone)
 
 
 RARE = ("neither", "old", "squared")
@@ -236,8 +227,8 @@ def _voted(
     problem: _Problem, policy: Form, kl: Form | None, means: tuple[Mean, Mean], pairs: Array, *, joint: bool
 ) -> Fit | None:
     """A gate that nearly all tokens agree with, for the a and b that one of the pairs of tokens proposes."""
-    g, used, p, (i, j) = problem.target, problem.used, problem.column(policy, means[0]), pairs
-    k = np.zeros_like(p) if kl is None else problem.column(kl, means[1])
+    g, used, (i, j) = problem.target, problem.used, pairs
+    p, k = problem.column(policy, means[0]), problem.column(kl, means[1])
     if kl is None:
         a, b = np.divide(g[i], p[i], out=np.zeros_like(p[i]), where=p[i] != 0), np.zeros(i.size)
     else:
@@ -270,7 +261,7 @@ def _bounded(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]
     for fit in (fit for near in inner for fit in sorted(_pairs(near, means), key=attrgetter("chi2"))):
         if fit.chi2 >= ACCEPTED or fit.kl is None or fit.u is None:
             continue
-        push = 0.0 if fit.policy is None or fit.w is None else fit.a * problem.column(fit.policy, fit.w)
+        push = fit.a * problem.column(fit.policy, fit.w)
         unit, c = fit.b * problem.weights[fit.u], fit.kl.values
         pull = np.divide(problem.target - push, unit, out=np.zeros_like(unit), where=unit != 0)
         sigma = 20 * problem.noise + 40 * t.eps * np.abs(unit * c)

@@ -80,7 +80,11 @@ KL: dict[str, tuple[str, Callable[[Tokens], Array], bool]] = {
         lambda t: -t.prefix_r * np.expm1(np.clip(-t.so_far(t.d), -50, 50)),
         True,
     ),
-    "ratio of the completion x k3": ("neither", lambda t: t.sequence_r * (t.average(k3(t.d)) - np.expm1(-t.d)), True),
+    "ratio of the completion x k3": (
+        "neither",
+        lambda t: np.exp(t.average(t.log_r)) * (t.average(k3(t.d)) - np.expm1(-t.d)),
+        True,
+    ),
     "log-ratio to the old policy (k2)": ("old", lambda t: t.log_r, False),
     "1 - exp(-log-ratio to the old policy) (k3)": ("old", lambda t: -np.expm1(-t.log_r), False),
     "exp(log-ratio to the old policy) - 1": ("old", lambda t: np.expm1(t.log_r), False),
@@ -118,7 +122,7 @@ def _surrogates(t: Tokens, *, plain: bool) -> Iterator[tuple[str, Array]]:
     passed = [t.clip] if t.clip else []
     for low, high in list(dict.fromkeys((*passed, *CLIPS)))[: 1 if plain else None]:
         yield f"ppo_clip({low:g}, {high:g})", t.r * np.where(advantage > 0, t.r <= 1 + high, t.r >= 1 - low)
-    yield "sequence ratio", t.sequence_r
+    yield "sequence ratio", np.exp(t.average(t.log_r))
     yield "old / policy", 1 / t.r
     yield "whole ratio", np.exp(np.clip(t.total(t.log_r), -50, 50))
     if plain:

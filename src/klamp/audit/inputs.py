@@ -6,7 +6,7 @@ that are trained, and how advantages were formed from rewards, with a KL in them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -14,15 +14,17 @@ import numpy as np
 
 from klamp.audit.capture import Array, Tokens
 from klamp.audit.forms import k3
-from klamp.audit.verdict import Finding, finding
+from klamp.audit.verdict import CheckFinding, finding
 
 ROUNDING = 1e-5  # a log-probability this far above 0 is still rounding
 MISMATCH = 0.1  # the median difference between sampler and trainer, in nats, that is more than rounding
 EXPLAINED = 1e-3  # the largest residual, as a share of the advantages, at which a form of them is accepted
+KINDS = {"k1": "reverse", "k3": "k3", "abs": "sign"}
+"""What the advantages hold -> the class of the KL."""
 LOGPROBS = ("policy_logprobs", "ref_logprobs", "old_logprobs", "sampler_logprobs")
 
 
-def examine_inputs(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
+def examine_inputs(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[CheckFinding]:
     """What is wrong with the inputs themselves."""
     mask, policy, sampler = arrays["mask"], arrays["policy_logprobs"], arrays.get("sampler_logprobs")
     for name in (name for name in LOGPROBS if name in arrays):
@@ -44,7 +46,7 @@ def examine_inputs(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Itera
         yield from _ends(arrays["ids"], mask, facts)
 
 
-def _shifted(name: str, x: Array, policy: Array, mask: Any) -> Iterator[Finding]:
+def _shifted(name: str, x: Array, policy: Array, mask: Any) -> Iterator[CheckFinding]:
     """A tensor whose neighbours fit the policy far better than its own places do."""
     here, early, late = (_gap(x, policy, mask, shift) for shift in (0, -1, 1))
     shift, where, near = (1, "next", late) if late[0] < early[0] else (-1, "previous", early)
@@ -66,7 +68,7 @@ def _gap(x: Array, policy: Array, mask: Any, shift: int) -> tuple[float, float, 
     return float(np.median(np.abs(a - b))), float(np.corrcoef(a, b)[0, 1]), int(a.size)
 
 
-def _ends(ids: Any, mask: Any, facts: Mapping[str, Any]) -> Iterator[Finding]:
+def _ends(ids: Any, mask: Any, facts: Mapping[str, Any]) -> Iterator[CheckFinding]:
     pad, ends = facts.get("pad"), facts.get("eos")
     is_end = np.isin(ids, [] if ends is None else ends) & mask
     if after := int(((np.cumsum(is_end, axis=1) > is_end) & mask).sum()):
@@ -106,21 +108,23 @@ def advantage_form(t: Tokens, rewards: Array | None) -> AdvantageForm:
 
 def _per_token(t: Tokens, a: Array) -> AdvantageForm:
     """Advantages that differ within a completion: a KL per token, of this token or of it and the later ones."""
-    courses = {
-        "k1 per token, of the present policy": (t.d, "reverse"),
-        "k1 per token, of the old policy": (t.d_old, "reverse"),
-        "k1 of this and later tokens": (t.courses["later log-ratios"], "reverse"),
-        "k1 of this and later tokens, of the old policy": (t.courses["later old - ref"], "reverse"),
-        "k3 per token": (k3(t.d), "k3"),
-        "k3 per token, of the old policy": (k3(t.d_old), "k3"),
-        "abs per token": (np.abs(t.d), "sign"),
+    if t.ref is None:
+        return AdvantageForm("one per token")
+    forms = {
+        "k1 per token, of the present policy": t.d,
+        "k1 per token, of the old policy": t.d_old,
+        "k1 of this and later tokens": t.courses["later log-ratios"],
+        "k1 of this and later tokens, of the old policy": t.courses["later old - ref"],
+        "k3 per token": k3(t.d),
+        "k3 per token, of the old policy": k3(t.d_old),
+        "abs per token": np.abs(t.d),
     }
     y = a - t.average(a)
-    for name, (course, kind) in courses.items() if t.ref is not None else ():
-        x = course - t.average(course)
+    for name, kl in forms.items():
+        x = kl - t.average(kl)
         slope = float(x @ y / max(x @ x, 1e-300))
         if np.any(np.abs(x) > 1e-12) and np.abs(y - slope * x).max() <= EXPLAINED * np.abs(y).max():
-            return AdvantageForm(name, True, -slope, kind)
+            return AdvantageForm(name, True, -slope, KINDS[name.partition(" ")[0]])
     return AdvantageForm("one per token")
 
 
@@ -131,20 +135,18 @@ def _per_completion(t: Tokens, a: Array, rewards: Array, group: Any) -> Advantag
         if (name := _form_of(a, rewards, None, rows)[0]) is not None:
             return AdvantageForm(f"{name}{where} of the rewards", False)
     anchors = {"": t.d, " of the old policy": t.d_old} if t.ref is not None else {}
-    kinds: dict[str, tuple[str, Callable[[Array], Array]]] = {"k1": ("reverse", lambda d: d), "k3": ("k3", k3)}
     sizes = {"summed": t.total, "mean": t.average}
-    forms: dict[str, tuple[float, str]] = {}
-    for whose, size, which, where in product(anchors, sizes, kinds, groupings):
-        kind, values = kinds[which]
-        kl = sizes[size](values(anchors[whose]))[t.first]
+    forms: list[AdvantageForm] = []
+    for whose, size, which, where in product(anchors, sizes, ("k1", "k3"), groupings):
+        kl = sizes[size](k3(anchors[whose]) if which == "k3" else anchors[whose])[t.first]
         name, beta = _form_of(a, rewards, kl, groupings[where])
         if name is not None and beta:
-            forms.setdefault(f"{name}{where} of the rewards minus {which}{whose}, {size}", (beta, kind))
+            text = f"{name}{where} of the rewards minus {which}{whose}, {size}"
+            forms.append(AdvantageForm(text, True, beta, KINDS[which]))
     if not forms:
         return AdvantageForm()
-    name, (beta, kind) = next(iter(forms.items()))
-    agreed = all(abs(other / beta - 1) < 0.02 for other, _ in forms.values())
-    return AdvantageForm(name, True, beta if agreed else None, kind)
+    agreed = all(abs((form.beta or 0) / (forms[0].beta or 1) - 1) < 0.02 for form in forms)
+    return forms[0] if agreed else forms[0]._replace(beta=None)
 
 
 def _form_of(a: Array, rewards: Array, kl: Array | None, rows: Any) -> tuple[str | None, float | None]:

@@ -18,28 +18,22 @@ from torch import Tensor
 from klamp.audit.capture import Array, Tokens, roundoff
 from klamp.audit.conclude import judge_kinds, off_mask
 from klamp.audit.fit import explain
-from klamp.audit.verdict import Finding, Verdict, finding
+from klamp.audit.verdict import CheckFinding, Verdict, finding
 from klamp.errors import ConfigError, ShapeError, TensorError
 
 POSITIONS = 64  # positions that are looked at
 HEATS = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)  # temperatures that log-probabilities may be at
 ACCEPTED = 3e-4  # the largest residual of an accepted divergence, as a share of the gradient, in float32
+DIVERGENCES = ("reverse", "forward", "js")
 BETAS = (0.5, 0.1, 0.9, 0.25, 0.75)
+REVERSE, FORWARD = "KL(student||teacher)", "KL(teacher||student)"
 TEMPERATURES = (2.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.5, 3.0, 4.0, 5.0)
 
 
 def check_logits(
-    loss: Tensor,
-    logits: Tensor | None,
-    teacher_logits: Tensor | None,
-    *,
-    mask: Any,
-    ids: Tensor | None,
-    means: str,
-    beta: float | None,
-    temperature: float,
+    loss: Tensor, logits: Tensor | None, teacher_logits: Tensor | None, *, means: str, ids: Any, **options: Any
 ) -> Verdict:
-    """The verdict on a loss that was computed from logits [.., V], against those of a teacher."""
+    """The verdict on a loss of logits [.., V], against those of a teacher; mask, beta, temperature as of `check`."""
     if not isinstance(logits, Tensor) or not logits.requires_grad:
         what, why = "a check needs policy_logprobs or logits with a gradient", "the verdict follows from that gradient"
         fix = "pass the tensor that the loss comes from, or compute the loss from klamp.tap(logp)"
@@ -49,26 +43,20 @@ def check_logits(
         raise ConfigError("a loss on logits needs the teacher's", got="teacher_logits=None", why=why, fix=fix)
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
     if gradient is None:
-        raise TensorError(
-            "the loss was not computed from these logits",
-            got="no gradient reaches them",
-            why="a copy (logits / T, logits.float(), logits[:, :-1]) is another tensor than the one in the loss",
-            fix="pass the tensor that the loss was computed from",
-        )
-    sample = _Sample(logits, teacher_logits, mask, ids, temperature, beta)
-    sizes = gradient.detach().double().norm(dim=-1).cpu().numpy()
-    findings = list(off_mask(sizes, sample.trained, 1e-6 * max(sizes[sample.trained].max(), 1e-30)))
-    positions = sample.positions(gradient)
+        raise not_computed_from("these logits", "logits / T, logits.float(), logits[:, :-1]")
+    positions = Positions.of(gradient, logits, teacher_logits, ids=ids, **options)
+    trained, sizes = positions.trained, gradient.detach().double().norm(dim=-1).cpu().numpy()
+    findings = list(off_mask(sizes, trained, 1e-6 * max(sizes[trained].max(), 1e-30)))
     forms = explain_logits(positions)
     kl, judged = _judged(forms, positions, means)
     for shift, where in ((-1, "next"), (1, "previous")) if kl == "unknown" and logits.ndim == 3 else ():
-        shifted = explain_logits(sample.positions(gradient, shift))
-        if any(x.kind in ("reverse", "forward", "js") and x.head == "full" for x in shifted):
+        shifted = explain_logits(Positions.of(gradient, logits, teacher_logits, ids=ids, shift=shift, **options))
+        if any(x.kind in DIVERGENCES and x.head == "full" for x in shifted):
             judged = [finding("shift", what=f"the student is compared with the teacher's {where} position")]
+    count, width = positions.student.shape
     return Verdict.of(
         [*findings, *judged],
-        summary=f"{int(sample.trained.sum())} trained positions, {len(positions.student)} looked at, "
-        f"vocabulary {positions.student.shape[1]}",
+        summary=f"{int(trained.sum())} trained positions, {count} looked at, vocabulary {width}",
         found=_described(forms[0]) if forms else "",
         kl=kl,
         mean=mean_of(forms[0], positions) if forms else None,
@@ -76,39 +64,65 @@ def check_logits(
     )
 
 
-class _Sample:
-    """At most `POSITIONS` trained positions of a batch, spread evenly."""
+def not_computed_from(tensor: str, copies: str, fix: str = "") -> TensorError:
+    """The error for a tensor that a loss does not depend on."""
+    return TensorError(
+        f"the loss was not computed from {tensor}",
+        got="no gradient reaches it",
+        why=f"a copy ({copies}) is another tensor than the one in the loss",
+        fix="pass the tensor that the loss was computed from, before any slice, cast or product" + fix,
+    )
 
-    def __init__(self, logits: Tensor, teacher: Tensor, mask: Any, ids: Any, heat: float, beta: Any = None) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """At most `POSITIONS` trained positions of a batch, spread evenly: N positions, V entries."""
+
+    gradient: Array  # d loss / d student logits, [N, V]
+    student: Array  # logits, [N, V]
+    teacher: Array  # logits, [N, V]
+    ids: Array | None  # the sampled tokens, [N]
+    eps: float  # unit roundoff of the logits
+    trained: Array  # the mask of the whole batch
+    where: tuple[Array, ...]  # the indices of the positions in it, [N] each
+    temperature: float  # what the trainer divides the logits by
+    beta: float | None = None  # the mixture of a JS divergence, if the trainer has one
+
+    @classmethod
+    def of(
+        cls, gradient: Tensor, logits: Tensor, teacher: Tensor, *, mask: Any, ids: Any, shift: int = 0, **facts: Any
+    ) -> Positions:
+        """The positions of a batch; `shift`: the teacher's logits are moved to later positions."""
         shape = tuple(logits.shape[:-1])
         trained = np.ones(shape, bool) if mask is None else np.asarray(torch.as_tensor(mask).detach().cpu()) > 0
         if trained.shape != shape or not trained.any():
             got = f"mask {trained.shape} with {int(trained.sum())} trained, logits {tuple(logits.shape)}"
             why, fix = "it has one value per position", "pass the mask of the positions of the logits, [..]"
             raise ShapeError("mask does not fit the logits", got=got, why=why, fix=fix)
-        self.logits, self.teacher, self.trained, self.temperature, self.beta = logits, teacher, trained, heat, beta
-        self.ids = None if ids is None else np.asarray(torch.as_tensor(ids).detach().cpu())
-        self.where = tuple(_spread(np.argwhere(trained), POSITIONS).T)
-
-    def positions(self, gradient: Tensor, shift: int = 0) -> Positions:
-        """What the gradient is explained by; `shift`: the teacher's logits are moved to later positions."""
-        where = of_teacher = self.where
+        where = of_teacher = tuple(_spread(np.argwhere(trained), POSITIONS).T)
         if shift:
-            inside = (where[1] - shift >= 0) & (where[1] - shift < self.teacher.shape[1])
+            inside = (where[1] - shift >= 0) & (where[1] - shift < teacher.shape[1])
             where = tuple(x[inside] for x in where)
             of_teacher = where[0], where[1] - shift
-        width, in_rows = min(self.logits.shape[-1], self.teacher.shape[-1]), len(where) == 2
-        return Positions(
-            gradient=_array(gradient, where)[:, :width],
-            student=_array(self.logits, where)[:, :width],
-            teacher=_array(self.teacher, of_teacher)[:, :width],
-            ids=None if self.ids is None else np.clip(self.ids[where].astype(int), 0, width - 1),
-            eps=roundoff(torch.finfo(self.logits.dtype).eps),
-            temperature=self.temperature,
-            row=where[0] if in_rows else None,
-            length=self.trained.sum(1)[where[0]] if in_rows else None,
-            beta=self.beta,
+        width = min(logits.shape[-1], teacher.shape[-1])
+        tokens = None if ids is None else np.asarray(torch.as_tensor(ids).detach().cpu())[where].astype(int)
+        student, other, slope = (
+            _array(x, at)[:, :width] for x, at in ((logits, where), (teacher, of_teacher), (gradient, where))
         )
+        eps, tokens = roundoff(torch.finfo(logits.dtype).eps), None if tokens is None else np.clip(tokens, 0, width - 1)
+        return cls(
+            gradient=slope, student=student, teacher=other, ids=tokens, eps=eps, trained=trained, where=where, **facts
+        )
+
+    @property
+    def row(self) -> Array:
+        """The sequence of each position, [N]."""
+        return np.unique(self.where[0], return_inverse=True)[1]
+
+    @property
+    def lengths(self) -> Array | None:
+        """The number of trained positions of each position's sequence, [N]; None: the positions have no sequences."""
+        return self.trained.sum(1)[self.where[0]] if len(self.where) == 2 else None
 
 
 def _spread(places: Array, count: int) -> Array:
@@ -119,7 +133,7 @@ def _array(x: Tensor, where: tuple[Any, ...]) -> Array:
     return x.detach()[tuple(torch.as_tensor(i, device=x.device) for i in where)].double().cpu().numpy()
 
 
-def _judged(forms: Sequence[Divergence], p: Positions, means: str) -> tuple[str, list[Finding]]:
+def _judged(forms: Sequence[Divergence], p: Positions, means: str) -> tuple[str, list[CheckFinding]]:
     """The class of the divergence, and what is wrong with it."""
     if not forms:
         return "unknown", [finding("unknown", what="no known divergence explains the gradient in the logits")]
@@ -149,14 +163,13 @@ def _judged(forms: Sequence[Divergence], p: Positions, means: str) -> tuple[str,
     return kind, findings
 
 
-def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[Finding]]:
+def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[CheckFinding]]:
     """A gradient through the sampled token alone: name its coefficient as that of a sampled KL."""
     ids = p.ids if p.ids is not None else np.zeros(len(p.student), int)
     log_s, log_t = (log_softmax(x / t) for x, t in zip((p.student, p.teacher), best.temperatures, strict=True))
     rows = np.arange(len(ids))
     policy, teacher = log_s[rows, ids], log_t[rows, ids]
-    row = rows if p.row is None else np.unique(p.row, return_inverse=True)[1]
-    t = Tokens(gradient=best.scale, policy=policy, ref=teacher, row=row, eps=max(p.eps, 1e-6))
+    t = Tokens(gradient=best.scale, policy=policy, ref=teacher, row=p.row, eps=max(p.eps, 1e-6))
     explained = explain(t)
     if explained.stage in ("unknown", "free"):
         s, tail = np.exp(policy), np.log1p(-np.minimum(np.exp(policy), 1 - 1e-12))
@@ -181,18 +194,17 @@ def _proportional(y: Array, x: Array) -> float:
 
 def _prefix_kl(scale: Array, log_s: Array, log_t: Array) -> str:
     """The KL over a prefix's vocabulary, or over a head of it, that a coefficient of the score is proportional to."""
-    s, t = np.exp(log_s), np.exp(log_t)
-    for name, terms in (("reverse KL", s * (log_s - log_t)), ("forward KL", t * (log_t - log_s))):
+    for name, log_p, log_q in (("reverse KL", log_s, log_t), ("forward KL", log_t, log_s)):
+        terms = np.exp(log_p) * (log_p - log_q)
         if _proportional(scale, terms.sum(1)):
             return name
-        for order, whose in ((-log_t, " over the teacher's head"), (-log_s, " over the student's head")):
-            best = np.argsort(order, axis=1)[:, :128]
-            part, mass, other = (np.take_along_axis(x, best, axis=1).cumsum(1) for x in (terms, s, t))
-            weight, sign = (mass, 1) if name[0] == "r" else (other, -1)
+        for log_head, whose in ((log_t, "teacher's"), (log_s, "student's")):
+            best = np.argsort(-log_head, axis=1)[:, :128]
+            part, p, q = (np.take_along_axis(x, best, 1).cumsum(1) for x in (terms, np.exp(log_p), np.exp(log_q)))
             # as it is; with renormalised weights; with both sides renormalised
-            forms = (part, part / weight, part / weight - sign * np.log(mass / other))
+            forms = (part, part / p, part / p - np.log(p / q))
             if any(_proportional(scale, x[:, k]) for x in forms for k in range(x.shape[1] - 1)):
-                return name + whose
+                return f"{name} over the {whose} head"
     return ""
 
 
@@ -203,7 +215,9 @@ def _described(best: Divergence) -> str:
     return best.name + head + heat + f", and {best.beside}" * bool(best.beside)
 
 
-def reproduce(arrays: Mapping[str, Any], logits: Tensor, other: Tensor | None, temperature: float) -> Iterator[Finding]:
+def reproduce(
+    arrays: Mapping[str, Any], logits: Tensor, other: Tensor | None, temperature: float
+) -> Iterator[CheckFinding]:
     """Whether the log-probabilities of policy, reference and sampler are those of the logits at the ids."""
     mask, ids = arrays["mask"], arrays["ids"]
     if tuple(logits.shape[:-1]) != mask.shape:
@@ -215,7 +229,7 @@ def reproduce(arrays: Mapping[str, Any], logits: Tensor, other: Tensor | None, t
             yield from _reproduced(name, arrays[name], source, ids, mask, temperature)
 
 
-def _reproduced(name: str, x: Array, logits: Tensor, ids: Any, mask: Any, temperature: float) -> Iterator[Finding]:
+def _reproduced(name: str, x: Array, logits: Tensor, ids: Any, mask: Any, temperature: float) -> Iterator[CheckFinding]:
     """Compare log-probabilities with logits at other places, other tokens and other temperatures."""
     places = _spread(np.argwhere(mask), 4 * POSITIONS)
     gap, heat, of_logits, of_ids = np.inf, temperature, 0, 0
@@ -255,19 +269,17 @@ def beside(
     mask = arrays["mask"]
     if whole is None or tuple(logits.shape[:-1]) != mask.shape:
         return None
-    sample = _Sample(logits, other, mask, arrays["ids"], temperature)
-    p, where = sample.positions(whole), sample.where
-    score = -np.exp(log_softmax(p.student / temperature))
-    score[np.arange(len(score)), p.ids] += 1
-    factor = np.zeros(len(score)) if part is None else _array(part, where)
+    p = Positions.of(whole, logits, other, mask=mask, ids=arrays["ids"], temperature=temperature)
+    score = _score(np.exp(log_softmax(p.student / temperature)), np.asarray(p.ids))
+    factor = np.zeros(len(score)) if part is None else _array(part, p.where)
     rest = p.gradient - factor[:, None] * score / temperature
     if np.abs(rest).max() < 1e-5 * np.abs(p.gradient).max():
         return None
-    forms = [x for x in explain_logits(replace(p, gradient=rest)) if x.kind in ("reverse", "forward", "js")]
+    forms = [x for x in explain_logits(replace(p, gradient=rest)) if x.kind in DIVERGENCES]
     if not forms:
         return None
     best, mean = forms[0], mean_of(forms[0], p)
-    rows = mask.sum(1)[where[0]] * np.count_nonzero(mask.any(1)) if mean == "sequence" else int(mask.sum())
+    rows = mask.sum(1)[p.where[0]] * np.count_nonzero(mask.any(1)) if mean == "sequence" else int(mask.sum())
     shown = {name: getattr(best, name) for name in ("kind", "name", "head", "size")}
     return shown | {"mean": mean, "coefficient": float(np.median(best.scale * rows))}
 
@@ -283,24 +295,6 @@ class Divergence(NamedTuple):
     beside: str  # the second term: "", cross-entropy or entropy
     residual: float  # the share of the gradient that is not explained
     size: int = 0  # the largest number of tokens in a head; 0: the whole vocabulary
-
-
-@dataclass(frozen=True, kw_only=True)
-class Positions:
-    """Trained positions of a batch.
-
-    Shapes: N positions, V entries.
-    """
-
-    gradient: Array  # d loss / d student logits, [N, V]
-    student: Array  # logits, [N, V]
-    teacher: Array  # logits, [N, V]
-    ids: Array | None = None  # the sampled tokens, [N]
-    eps: float = 6e-8  # unit roundoff of the logits
-    temperature: float = 1.0  # what the trainer divides the logits by
-    row: Array | None = None  # the sequence of each position, [N]
-    length: Array | None = None  # the number of trained positions of each position's sequence, [N]
-    beta: float | None = None  # the mixture of a JS divergence, if the trainer has one
 
 
 def log_softmax(x: Array) -> Array:
@@ -327,17 +321,25 @@ def explain_logits(p: Positions) -> list[Divergence]:
 
 def mean_of(best: Divergence, p: Positions) -> str | None:
     """What the coefficients of the positions are those of: a mean over tokens, or over sequences; None: neither."""
-    if best.kind in ("none", "sampled") or p.length is None:
+    if best.kind in ("none", "sampled") or p.lengths is None:
         return None
-    means = {"token": best.scale, "sequence": best.scale * p.length}
+    means = {"token": best.scale, "sequence": best.scale * p.lengths}
     return next((name for name, x in means.items() if np.ptp(x) <= 0.01 * np.abs(x).max()), None)
+
+
+class _Term(NamedTuple):
+    """A divergence and its gradient in the logits, per unit of coefficient, [N, V]."""
+
+    kind: str
+    name: str
+    column: Array
+    head: str = "full"
 
 
 def _candidates(p: Positions, heats: tuple[float, float], *, second: bool) -> Iterator[Divergence]:
     """Each divergence, over the vocabulary and over the head that the gradient shows; or each with a second term."""
     log_s, log_t = log_softmax(p.student / heats[0]), log_softmax(p.teacher / heats[1])
-    s, simple = np.exp(log_s), _simple(p, log_s)
-    terms = [(kind, name, "full", column) for kind, name, column in _whole(log_s, log_t, p.beta)]
+    s, simple, terms = np.exp(log_s), _simple(p, log_s), [*_whole(log_s, log_t, p.beta)]
     heads, size = head_of(p.gradient, s), 0
     if heads is not None:
         counts = heads.sum(1)
@@ -347,35 +349,35 @@ def _candidates(p: Positions, heats: tuple[float, float], *, second: bool) -> It
         if second and size > 3 and p.ids is not None:  # the sampled token shows in the head without belonging to it
             for log_p, k in product((log_t, log_s), {int(counts.min()), size - 1} - {0, 1}):
                 terms += _headed(np.argsort(np.argsort(-log_p)) < k, log_s, log_t)
-    for kind, name, column in () if second else simple:
-        yield _fitted(p, Divergence(kind, name, "full", heats, column, "", 0.0), column)
-    for (kind, name, head, column), (_, other, *extra) in product(terms, simple if second else [("", "")]):
-        form = Divergence(kind, name, head, heats, column, other, 0.0, 0 if head == "full" else size)
-        yield _fitted(p, form, column, *extra)
+    for pair in product(terms, simple) if second else ((x,) for x in (*simple, *terms)):
+        yield _fitted(p, pair, heats, size)
 
 
 def _centred(s: Array, h: Array) -> Array:
     return s * (h - (s * h).sum(-1, keepdims=True))
 
 
-def _whole(log_s: Array, log_t: Array, beta: float | None) -> Iterator[tuple[str, str, Array]]:
+def _whole(log_s: Array, log_t: Array, beta: float | None) -> Iterator[_Term]:
     s, t = np.exp(log_s), np.exp(log_t)
-    yield "reverse", "KL(student||teacher)", _centred(s, log_s - log_t)
-    yield "forward", "KL(teacher||student)", s - t
+    yield _Term("reverse", REVERSE, _centred(s, log_s - log_t))
+    yield _Term("forward", FORWARD, s - t)
     mixtures = (beta, *BETAS) if beta is not None and 0 < beta < 1 else BETAS
     for b in dict.fromkeys(mixtures):
         log_m = np.logaddexp(np.log1p(-b) + log_s, np.log(b) + log_t)
-        yield "js", f"JS({b:g})", _centred(s, (1 - b) * (log_s - log_m))
+        yield _Term("js", f"JS({b:g})", _centred(s, (1 - b) * (log_s - log_m)))
 
 
-def _simple(p: Positions, log_s: Array) -> list[tuple[str, str, Array]]:
+def _simple(p: Positions, log_s: Array) -> list[_Term]:
     s = np.exp(log_s)
-    terms = [("entropy", "entropy", _centred(s, log_s))]
-    if p.ids is not None:
-        score = -s
-        score[np.arange(len(s)), p.ids] += 1
-        terms.append(("sampled", "a factor of each sampled token", score))
-    return terms
+    terms = [_Term("entropy", "entropy", _centred(s, log_s))]
+    return terms if p.ids is None else [*terms, _Term("sampled", "a factor of each sampled token", _score(s, p.ids))]
+
+
+def _score(s: Array, ids: Array) -> Array:
+    """The gradient of each sampled token's log-probability in the logits."""
+    score = -s
+    score[np.arange(len(s)), ids] += 1
+    return score
 
 
 def head_of(gradient: Array, s: Array) -> Array | None:
@@ -387,35 +389,34 @@ def head_of(gradient: Array, s: Array) -> Array | None:
     return off if 1 < off.sum(1).max() <= s.shape[1] // 2 else None
 
 
-def _headed(heads: Array, log_s: Array, log_t: Array) -> Iterator[tuple[str, str, str, Array]]:
+def _headed(heads: Array, log_s: Array, log_t: Array) -> Iterator[_Term]:
     s, t, inside = np.exp(log_s), np.exp(log_t), heads.astype(float)
     s_out, t_out = (np.maximum(1 - (x * inside).sum(1, keepdims=True), 1e-30) for x in (s, t))
     ell = log_s - log_t
-    yield "reverse", "KL(student||teacher)", "no tail", _centred(s, inside * (ell + 1))
-    yield "reverse", "KL(student||teacher)", "generalised", _centred(s, inside * ell)
-    yield "reverse", "KL(student||teacher)", "bucket", _centred(s, np.where(heads, ell, np.log(s_out / t_out)))
-    yield "forward", "KL(teacher||student)", "no tail", s * (t * inside).sum(1, keepdims=True) - t * inside
-    ratio = np.where(heads, -np.exp(-ell), -t_out / s_out)
-    yield "forward", "KL(teacher||student)", "bucket", _centred(s, ratio)
+    yield _Term("reverse", REVERSE, _centred(s, inside * (ell + 1)), "no tail")
+    yield _Term("reverse", REVERSE, _centred(s, inside * ell), "generalised")
+    yield _Term("reverse", REVERSE, _centred(s, np.where(heads, ell, np.log(s_out / t_out))), "bucket")
+    yield _Term("forward", FORWARD, s * (t * inside).sum(1, keepdims=True) - t * inside, "no tail")
+    yield _Term("forward", FORWARD, _centred(s, np.where(heads, -np.exp(-ell), -t_out / s_out)), "bucket")
     hs, ht = (np.where(heads, x, -np.inf) for x in (log_s, log_t))
     with np.errstate(invalid="ignore"):  # a position without a head
         hs, ht = (x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (hs, ht))
+        log_m = np.where(heads, np.logaddexp(hs, ht) - np.log(2), 0.0)
     ps, pt = np.exp(hs), np.exp(ht)
-    gap = np.where(heads, hs - np.where(heads, ht, 0), 0.0)
-    yield "reverse", "KL(student||teacher)", "renormalised", _centred(ps, gap)
-    yield "forward", "KL(teacher||student)", "renormalised", ps - pt
-    yield "forward", "KL(teacher||student)", "teacher renormalised", s - pt
-    for b in BETAS[:1]:
-        with np.errstate(invalid="ignore"):
-            log_m = np.where(heads, np.logaddexp(np.log1p(-b) + hs, np.log(b) + ht), 0.0)
-        yield "js", f"JS({b:g})", "renormalised", _centred(ps, np.where(heads, (1 - b) * (hs - log_m), 0.0))
+    gap, half = np.where(heads, hs - np.where(heads, ht, 0), 0.0), np.where(heads, (hs - log_m) / 2, 0.0)
+    yield _Term("reverse", REVERSE, _centred(ps, gap), "renormalised")
+    yield _Term("forward", FORWARD, ps - pt, "renormalised")
+    yield _Term("forward", FORWARD, s - pt, "teacher renormalised")
+    yield _Term("js", "JS(0.5)", _centred(ps, half), "renormalised")
 
 
-def _fitted(p: Positions, form: Divergence, *columns: Array) -> Divergence:
-    """Fit one coefficient per position and column."""
-    x = np.stack(columns, axis=-1)
+def _fitted(p: Positions, terms: Sequence[_Term], heats: tuple[float, float], size: int) -> Divergence:
+    """Fit one coefficient per position and term."""
+    (kind, name, _, head), *second = terms
+    x = np.stack([term.column for term in terms], axis=-1)
     to_columns = x.swapaxes(1, 2)
     scales = np.linalg.pinv(to_columns @ x, rcond=1e-9, hermitian=True) @ to_columns @ p.gradient[..., None]
     residual = p.gradient - (x @ scales)[..., 0]
     off = float(np.sqrt((residual**2).sum() / max((p.gradient**2).sum(), 1e-300)))
-    return form._replace(scale=scales[:, 0, 0], residual=off)
+    other = "".join(term.name for term in second)
+    return Divergence(kind, name, head, heats, scales[:, 0, 0], other, off, 0 if head == "full" else size)

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from klamp.audit.capture import Capture, roundoff
+from klamp.audit.capture import PER_COMPLETION, TYPES, Capture, roundoff
 from klamp.audit.conclude import NEAR_ZERO, conclude
-from klamp.audit.examine import check_function
-from klamp.audit.logits import beside, check_logits, reproduce
-from klamp.audit.verdict import Finding, Verdict, finding
+from klamp.audit.function import check_function
+from klamp.audit.logits import beside, check_logits, not_computed_from, reproduce
+from klamp.audit.verdict import Verdict, finding
 from klamp.errors import ConfigError, KLWarning, ShapeError, TensorError
 
 Numbers: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[float]"
 
-_SEEN: dict[Any, tuple[int, Verdict]] = {}
+_VERDICTS: dict[Any, tuple[int, Verdict]] = {}  # call site -> the number of calls, the first verdict that answers
 _TAPPED: list[Tensor] = []
 
 
@@ -149,38 +149,37 @@ def check(  # noqa: PLR0913
 
 
 def _checked(call: SimpleNamespace) -> Verdict:
-    logits, teacher = call.logits, call.ref_logits if call.teacher_logits is None else call.teacher_logits
+    teacher = call.ref_logits if call.teacher_logits is None else call.teacher_logits
     if call.policy_logprobs is not None:
         batch = _Batch(call)
-        if batch.differentiate(call.loss_scale, call.watched):
-            if logits is not None:
-                batch.compare_logits(logits, teacher, call.temperature)
+        if batch.differentiate():
+            batch.compare_logits(teacher)
+            capture = Capture(arrays=batch.arrays, facts=batch.facts)
             if call.save is not None:
-                stored = {name: x for name, x in batch.arrays.items() if name != "ids" or call.save_ids}
-                Capture(arrays=stored, facts=batch.facts).save(call.save)
-            return conclude(Capture(arrays=batch.arrays, facts=batch.facts))
-        if logits is None or not logits.requires_grad:
+                capture.save(call.save, ids=call.save_ids)
+            return conclude(capture)
+        if call.logits is None or not call.logits.requires_grad:
             return Verdict.of([finding("not-in-loss")])
     if call.save is not None:
         why, fix = "a capture holds log-probabilities", "leave save out"
         raise ConfigError("a check of logits writes no capture", got=f"save={call.save!r}", why=why, fix=fix)
-    options = {name: getattr(call, name) for name in ("mask", "ids", "means", "beta", "temperature")}
-    return check_logits(call.loss, logits, teacher, **options)
+    options = {name: getattr(call, name) for name in ("mask", "ids", "beta", "temperature")}
+    return check_logits(call.loss, call.logits, teacher, means=call.means, **options)
 
 
 def _once(key: Any, compute: Callable[[], Verdict]) -> Verdict:
     """The verdict of a call site, computed at its first call; "cannot tell" is tried again at calls 2, 4, 8, ..."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
         return Verdict(ok=None, not_checked={"this data-parallel rank": "rank 0 is checked"})
-    calls, earlier = _SEEN.get(key, (0, None))
+    calls, earlier = _VERDICTS.get(key, (0, None))
     calls += 1
     if earlier is not None and (earlier.ok is not None or calls & (calls - 1)):
-        _SEEN[key] = calls, earlier
+        _VERDICTS[key] = calls, earlier
         text = [earlier.summary] * bool(earlier.summary) + ["of an earlier call here (once=False checks each call)"]
         return replace(earlier, summary=", ".join(text))
     verdict = compute()
     if key is not None:
-        _SEEN[key] = calls, verdict
+        _VERDICTS[key] = calls, verdict
     for wrong in (x for x in verdict.findings if x.level == "wrong"):
         warnings.warn(f"klamp check: {wrong.what}. Fix: {wrong.fix}", KLWarning, stacklevel=3)
     return verdict
@@ -199,9 +198,7 @@ def _key(loss: Tensor) -> Any:
 
 
 FACTS = ("means", "clip", "kl_in", "group_size", "pad", "eos", "temperature", "host")
-ARRAYS = ("segments", "mask", "ref_logprobs", "old_logprobs", "sampler_logprobs", "baseline", "advantages", "rewards")
-TYPES = {"ids": np.int64, "segments": np.int64, "mask": np.bool_}
-"""Array -> its type; all others are float64."""
+ARRAYS = ("segments", "mask", "ref_logprobs", "old_logprobs", "sampler_logprobs", "baseline", *PER_COMPLETION, "ids")
 
 
 class _Batch:
@@ -210,113 +207,90 @@ class _Batch:
     def __init__(self, call: SimpleNamespace) -> None:
         loss, policy = call.loss, call.policy_logprobs
         if loss.numel() != 1 or not loss.requires_grad:
-            raise TensorError(
-                "the loss must be one number with a gradient",
-                got=f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}",
-                why="the verdict follows from its gradient",
-                fix="pass the scalar that backward is called on",
-            )
-        self.loss, self.is_list = loss, not isinstance(policy, Tensor)
+            got = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+            why, fix = "the verdict follows from its gradient", "pass the scalar that backward is called on"
+            raise TensorError("the loss must be one number with a gradient", got=got, why=why, fix=fix)
+        self.call, self.loss, self.is_list = call, loss, not isinstance(policy, Tensor)
         self.inputs: list[Tensor] = list(policy) if self.is_list else [policy]
         if not self.inputs or not all(isinstance(x, Tensor) and x.requires_grad for x in self.inputs):
-            raise TensorError(
-                "policy_logprobs has no gradient",
-                got="a tensor with requires_grad=False",
-                why="the loss cannot have been computed from it",
-                fix="pass the tensor before .detach(), the one that the loss was computed from",
-            )
+            got, why = "a tensor with requires_grad=False", "the loss cannot have been computed from it"
+            fix = "pass the tensor before .detach(), the one that the loss was computed from"
+            raise TensorError("policy_logprobs has no gradient", got=got, why=why, fix=fix)
         dtype = self.inputs[0].dtype
         self.facts: dict[str, Any] = {name: getattr(call, name) for name in FACTS} | {
             "dtype": str(dtype).removeprefix("torch."),
             "eps": roundoff(torch.finfo(dtype).eps, torch.finfo(loss.dtype).eps),
-            "loss": float(loss.detach()),
+            "loss": float(loss.detach()) / call.loss_scale,
             "beta": None if call.beta is None else float(call.beta),
             "findings": [],
         }
         self.arrays = {"policy_logprobs": np.atleast_2d(_dense(policy))}
         if call.mask is None:
-            whole = [torch.ones_like(x) for x in self.inputs]
-            call.mask = whole if self.is_list else whole[0]
-        self.add(**{name: getattr(call, name) for name in (*ARRAYS, "ids")})
+            self._add("mask", [torch.ones_like(x) for x in self.inputs] if self.is_list else torch.ones_like(policy))
+        for name in ARRAYS:
+            self._add(name, getattr(call, name))
 
-    def add(self, **named: Any) -> None:
-        """Store arrays of the shape of policy_logprobs; advantages and rewards may be one number per completion."""
-        shape = self.arrays["policy_logprobs"].shape
-        for name, x in named.items():
-            if x is None:
-                continue
-            array, per_completion = _dense(x), name in ("advantages", "rewards")
-            if name == "baseline":
-                array = np.broadcast_to(array, shape)
-            if per_completion and array.shape == (shape[0], 1):
-                array = array[:, 0]
-            array = array[None] if array.ndim == 1 and not per_completion else array
-            if per_completion and array.ndim == 1:
-                fits = "segments" in self.arrays or len(array) == shape[0]
-            else:
-                fits = array.shape == shape
-            if not fits:
-                what, why = f"{name} does not fit policy_logprobs", "all values are of the same tokens"
-                fix = "pass [B, T]" + ", or [B]; with packed rows one per segment, and segments=" * per_completion
-                raise ShapeError(what, got=f"{array.shape} beside {shape}", why=why, fix=fix)
-            self.arrays[name] = array.astype(TYPES.get(name, np.float64))
+    def _add(self, name: str, x: Any) -> None:
+        """Store an array of the shape of policy_logprobs; advantages and rewards may be one number per completion."""
+        if x is None:
+            return
+        array, shape = _dense(x), self.arrays["policy_logprobs"].shape
+        if name == "baseline":
+            array = np.broadcast_to(array, shape)
+        if name not in PER_COMPLETION:
+            array = np.atleast_2d(array)
+        elif array.shape == (shape[0], 1):
+            array = array[:, 0]
+        one_each = array.ndim == 1 and ("segments" in self.arrays or len(array) == shape[0])
+        if array.shape != shape and not one_each:
+            what, why = f"{name} does not fit policy_logprobs", "all values are of the same tokens"
+            fix = "pass [B, T]" + ", or [B]; with packed rows one per segment, and segments=" * (name in PER_COMPLETION)
+            raise ShapeError(what, got=f"{array.shape} beside {shape}", why=why, fix=fix)
+        self.arrays[name] = array.astype(TYPES.get(name, np.float64))
 
-    def differentiate(self, scale: float, watched: Watched | None) -> bool:
+    def differentiate(self) -> bool:
         """Take d loss / d log-probability, and where it helps its own derivatives; whether the loss depends on them."""
-        first = self._gradient(self.loss)
-        if first is None and any(is_copy(x, self.loss) for x in self.inputs):
-            raise TensorError(
-                "the loss was not computed from this policy_logprobs",
-                got="no gradient reaches it",
-                why="a copy (logp * mask, flat[None], logp.float()) is another tensor than the one in the loss",
-                fix="pass the tensor that the loss was computed from, before any slice, cast or product; "
-                "or compute the loss from klamp.tap(logp)",
-            )
-        if first is None:
+        gradient, watched = self._gradient(self.loss), self.call.watched
+        if all(x is None for x in gradient):
+            if any(is_copy(x, self.loss) for x in self.inputs):
+                fix = "; or compute the loss from klamp.tap(logp)"
+                raise not_computed_from("this policy_logprobs", "logp * mask, flat[None], logp.float()", fix)
             return False
-        self.scale = scale
-        self._store("gradient", first)
-        self.facts |= {"loss": self.facts["loss"] / scale, "around": reaches_around(self.loss, self.inputs, watched)}
+        self._store("gradient", gradient)
+        self.facts["around"] = reaches_around(self.loss, self.inputs, watched)
         ref, mask = self.arrays.get("ref_logprobs"), self.arrays["mask"]
-        apart = None if ref is None or not mask.any() else np.square(self.arrays["policy_logprobs"] - ref)[mask].mean()
-        near = apart is not None and apart <= NEAR_ZERO**2
+        apart = np.zeros(0) if ref is None else np.square(self.arrays["policy_logprobs"] - ref)[mask]
+        near = apart.size > 0 and apart.mean() <= NEAR_ZERO**2
         try:
             if near or watched is not None:
-                self._higher(watched, near=near)
+                self._higher(near=near)
         except (RuntimeError, ConfigError, NotImplementedError) as error:  # a compiled or custom loss may refuse
             text = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-            self._say(finding("no-second-derivative", error=text))
+            self.facts["findings"].append(vars(finding("no-second-derivative", error=text)))
         return True
 
-    def _store(self, name: str, parts: Sequence[Tensor]) -> None:
-        """Keep one tensor per input, divided by the scale of the loss."""
-        self.add(**{name: parts if self.is_list else parts[0]})
-        self.arrays[name] = self.arrays[name] / self.scale
+    def _store(self, name: str, parts: Sequence[Tensor | None]) -> None:
+        """Keep a gradient, divided by the scale of the loss."""
+        whole = [torch.zeros_like(x) if g is None else g for g, x in zip(parts, self.inputs, strict=True)]
+        self._add(name, whole if self.is_list else whole[0])
+        self.arrays[name] /= self.call.loss_scale
 
-    def _say(self, *findings: Finding) -> None:
-        self.facts["findings"] += [vars(x) | {"evidence": dict(x.evidence)} for x in findings]
-
-    def _gradient(self, y: Tensor, *, create_graph: bool = False) -> list[Tensor] | None:
+    def _gradient(self, y: Tensor, *, create_graph: bool = False) -> Sequence[Tensor | None]:
         if not y.requires_grad:
-            return None
-        parts = torch.autograd.grad(y, self.inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)
-        if all(x is None for x in parts):
-            return None
-        return [torch.zeros_like(x) if g is None else g for g, x in zip(parts, self.inputs, strict=True)]
+            return [None] * len(self.inputs)
+        return torch.autograd.grad(y, self.inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)
 
-    def _higher(self, watched: Watched | None, *, near: bool) -> None:
+    def _higher(self, *, near: bool) -> None:
         """The second and third derivative near the reference; of a watched loss what advantages and reference do."""
-        parts = self._gradient(self.loss, create_graph=True) or []
-        total = torch.stack([x.sum() for x in parts]).sum() if parts else self.loss.detach()
-        if not total.requires_grad and any(
-            type(x).__name__.startswith("CompiledFunction") for x in nodes_of(self.loss)
-        ):
+        total = _total(self._gradient(self.loss, create_graph=True))
+        compiled = any(type(x).__name__.startswith("CompiledFunction") for x in nodes_of(self.loss))
+        if compiled and not total.requires_grad:
             raise RuntimeError("it is compiled")
-        if watched is not None and total.requires_grad:
-            self._watched(total, watched)
+        if self.call.watched is not None and total.requires_grad:
+            self._watched(total, self.call.watched)
         for name in ("second", "third") if near else ():
-            parts = self._gradient(total, create_graph=name == "second") or [torch.zeros_like(x) for x in self.inputs]
-            total = torch.stack([x.sum() for x in parts]).sum()
+            parts = self._gradient(total, create_graph=name == "second")
+            total = _total(parts)
             self._store(name, parts)
 
     def _watched(self, total: Tensor, watched: Watched) -> None:
@@ -327,21 +301,28 @@ class _Batch:
 
         if (a := watched.advantages) is not None and (slope := through(a, self.loss, create_graph=True)) is not None:
             push = self._gradient((slope * a.detach()).sum())  # exact for whatever is linear in the advantages
-            if push is not None and any(x.any() for x in push):
+            if any(x is not None and x.any() for x in push):
                 self._store("policy_part", push)
         if (ref := watched.ref_logprobs) is not None and not self.is_list:
             used = [x is not None and bool(x.any()) for x in (through(ref, self.loss), through(ref, total))]
             self.facts["ref_detached"] = used == [True, False]
 
-    def compare_logits(self, logits: Tensor, other: Tensor | None, temperature: float) -> None:
+    def compare_logits(self, other: Tensor | None) -> None:
         """Do the log-probabilities follow from the logits; and which divergence passes beside them?"""
+        logits, temperature = self.call.logits, self.call.temperature
+        if logits is None:
+            return
         if "ids" not in self.arrays:
             why = "a log-probability is that of one id"
             raise ConfigError("logits need the tokens", got="ids=None", why=why, fix="pass ids=")
         self.facts["logits_seen"] = True
-        self._say(*reproduce(self.arrays, logits, other, temperature))
+        self.facts["findings"] += map(vars, reproduce(self.arrays, logits, other, temperature))
         if other is not None and self.facts["around"] and logits.requires_grad and not self.is_list:
             self.facts["beside"] = beside(self.loss, self.inputs[0], logits, other, self.arrays, temperature)
+
+
+def _total(parts: Sequence[Tensor | None]) -> Tensor:
+    return sum((x.sum() for x in parts if x is not None), torch.zeros(()))
 
 
 def _dense(x: Any) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from klamp.audit.verdict import Finding, Level, Verdict, finding
+from klamp.audit.verdict import CheckFinding, Level, Verdict, finding
 from klamp.errors import DataError
 
 Example: TypeAlias = Sequence[Mapping[str, Any]] | tuple[str, str]
@@ -69,8 +68,8 @@ def check_pair(
     """
     passed = {name for name, value in locals().items() if value is not None}
     options, lengths, ends = template_options or {}, prompt_lengths or (None, None), end_ids or (None, None)
-    policy = Side.of("policy", policy_tokenizer, example, options, policy_ids, lengths[0], ends[0])
-    anchor = Side.of(who, teacher_tokenizer, teacher_example or example, options, teacher_ids, lengths[1], ends[1])
+    policy = Side("policy", policy_tokenizer, example, options, policy_ids, lengths[0], ends[0])
+    anchor = Side(who, teacher_tokenizer, teacher_example or example, options, teacher_ids, lengths[1], ends[1])
     answer, end = policy.split()
     prompts = policy.prompt(answer), anchor.prompt(answer)
     used = {*(policy.sent or ()), *(answer or ()), *policy.ends}
@@ -91,9 +90,8 @@ def check_pair(
     return Verdict.of(findings, summary=summary, not_checked=missing)
 
 
-def _vocabularies(policy: Side, anchor: Side, used: set[int], sizes: Any) -> Iterator[Finding]:
-    own, other, who = policy.vocabulary, anchor.vocabulary, anchor.name
-    names = {i: token for token, i in other.items()}
+def _vocabularies(policy: Side, anchor: Side, used: set[int], sizes: Any) -> Iterator[CheckFinding]:
+    own, other, who, names = policy.vocabulary, anchor.vocabulary, anchor.name, anchor.names
     differ = sorted(token for token, i in own.items() if other.get(token) != i)
     clash = {own[token] for token in differ if token in other or own[token] in names}
     counts = {"tokens": len(differ), "of": len(own), "others": len(other), "first": differ[0] if differ else None}
@@ -110,7 +108,7 @@ def _vocabularies(policy: Side, anchor: Side, used: set[int], sizes: Any) -> Ite
         yield finding("ids-outside", who=who, count=len(outside), ids=outside[:SHOWN], size=size)
 
 
-def _ends(policy: Side, anchor: Side, end: int | None) -> Iterator[Finding]:
+def _ends(policy: Side, anchor: Side, end: int | None) -> Iterator[CheckFinding]:
     ours = policy.ends if end is None else {end}
     theirs = anchor.ends & {*turn_end(anchor.tokenizer)[:1]} or anchor.ends
     words = {"ours": policy.words(ours), "theirs": anchor.words(theirs)}
@@ -119,7 +117,7 @@ def _ends(policy: Side, anchor: Side, end: int | None) -> Iterator[Finding]:
         yield finding("end-id", level, who=anchor.name, teacher=sorted(theirs), policy=sorted(ours), **words)
 
 
-def _answers(policy: Side, anchor: Side, answer: list[int]) -> Iterator[Finding]:
+def _answers(policy: Side, anchor: Side, answer: list[int]) -> Iterator[CheckFinding]:
     sent = anchor.sent is not None
     ours, theirs = (answer, anchor.split()[0]) if sent else (policy.answer or answer, anchor.answer)
     same = anchor.prompt(answer) is not None if sent else ours == theirs
@@ -133,19 +131,19 @@ def _answers(policy: Side, anchor: Side, answer: list[int]) -> Iterator[Finding]
         yield finding("retokenised", "note" if sent and same else None, **_apart(answer, again, 3))
 
 
-def _cuts(policy: Side, anchor: Side, prompts: tuple[Ids, Ids]) -> Iterator[Finding]:
+def _cuts(policy: Side, anchor: Side, prompts: tuple[Ids, Ids]) -> Iterator[CheckFinding]:
     if prompts[0] is None or prompts[1] is None:
         return
     ours, theirs, cut = len(prompts[0]), len(prompts[1]), anchor.length
+    added = 0 if anchor.sent is not None else (policy.length or 0) - ours  # what both prompts have in front
     if cut is None and ours != theirs:
         yield finding("prompt-lengths", who=anchor.name, policy=ours, teacher=theirs)
-    elif cut is not None and (anchor.sent is not None or cut == policy.length):
-        added = 0 if anchor.sent is not None else (policy.length or 0) - ours  # what both prompts have in front
-        if shift := cut - added - theirs:
-            yield finding("positions", who=anchor.name, start=theirs + added, cut=cut, shift=shift, teacher=theirs)
+    elif cut is not None and (anchor.sent is not None or cut == policy.length) and cut != theirs + added:
+        shift = cut - theirs - added
+        yield finding("positions", who=anchor.name, start=theirs + added, cut=cut, shift=shift, teacher=theirs)
 
 
-def _templates(policy: Side, teacher: Side, prompts: tuple[Ids, Ids], *, hinted: bool) -> Iterator[Finding]:
+def _templates(policy: Side, teacher: Side, prompts: tuple[Ids, Ids], *, hinted: bool) -> Iterator[CheckFinding]:
     """Does the teacher receive the prompt as its own chat template writes it?"""
     ours, own, received, length = policy.text, teacher.text or "", prompts[1], len(teacher.own or ())
     if teacher.sent is None and ours is not None and own not in ("", ours) and not hinted:
@@ -158,31 +156,21 @@ def _templates(policy: Side, teacher: Side, prompts: tuple[Ids, Ids], *, hinted:
         yield finding("teacher-template", level, prompt=prompt, theirs=own[:SHOWN], length=length)
 
 
-@dataclass(frozen=True)
 class Side:
     """What one tokenizer makes of the example, and what its model receives; None: not known."""
 
-    name: str
-    tokenizer: Any
-    vocabulary: Mapping[str, int]
-    text: str | None  # the prompt as this tokenizer's own template writes it
-    own: Ids  # the ids of that prompt
-    answer: Ids
-    sent: Ids
-    length: int | None  # of the prompt that is cut off
-    ends: set[int]
-
-    @classmethod
-    def of(
-        cls, name: str, tokenizer: Any, example: Any, options: Mapping[str, Any], sent: Any, length: Any, ends: Any
-    ) -> Side:
-        """One side of an example, of which the ids `sent` reach the model."""
+    def __init__(
+        self, name: str, tokenizer: Any, example: Any, options: Mapping[str, Any], sent: Any, length: Any, ends: Any
+    ) -> None:
+        self.name, self.tokenizer = name, tokenizer
+        self.vocabulary: Mapping[str, int] = tokenizer.get_vocab()
+        self.names = {i: token for token, i in self.vocabulary.items()}
+        self.text, answer = (None, None) if example is None else _rendered(tokenizer, example, options)
+        self.own, self.answer = encoded(tokenizer, self.text), encoded(tokenizer, answer)
+        self.sent: Ids = None if sent is None else [int(i) for i in sent]  # what reaches the model
+        self.length: int | None = length  # of the prompt that is cut off
         ends = getattr(tokenizer, "eos_token_id", None) if ends is None else ends
-        ends = {int(i) for i in (ends if isinstance(ends, Iterable) else [ends]) if i is not None}
-        sent = None if sent is None else [int(i) for i in sent]
-        text, answer = (None, None) if example is None else _rendered(tokenizer, example, options)
-        ids = encoded(tokenizer, text), encoded(tokenizer, answer)
-        return cls(name, tokenizer, tokenizer.get_vocab(), text, *ids, sent, length, ends)
+        self.ends = {int(i) for i in (ends if isinstance(ends, Iterable) else [ends]) if i is not None}
 
     def prompt(self, answer: Ids) -> Ids:
         """The ids before an answer in what was sent; if nothing was sent, its own prompt."""
@@ -205,8 +193,7 @@ class Side:
 
     def words(self, ids: Iterable[int]) -> str:
         """The tokens with these ids, for a message."""
-        names = {i: token for token, i in self.vocabulary.items()}
-        return " or ".join(repr(names[i]) if i in names else f"no token (id {i})" for i in sorted(ids))
+        return " or ".join(repr(self.names[i]) if i in self.names else f"no token (id {i})" for i in sorted(ids))
 
 
 def turn_end(tokenizer: Any) -> Sequence[int]:

@@ -61,16 +61,10 @@ def trl() -> Subject:
 
 
 def stand_in(path: str, **options: Any) -> Any:
-    """A trainer without models; an attribute that it lacks is that of its arguments.
-
-    Args:
-        path: module and start of the names of trainer and configuration, such as `trl:GRPO`.
-        options: arguments that are not at their defaults.
-    """
+    """The trainer at `module:start of its name` without models; an attribute that it lacks is that of its arguments."""
     kind = pkgutil.resolve_name(f"{path}Trainer")
     args = SimpleNamespace(**_defaults(pkgutil.resolve_name(f"{path}Config")) | options)
-    read = {"__getattr__": lambda self, name: getattr(args, name)}
-    trainer: Any = object.__new__(type(kind.__name__, (kind,), read))
+    trainer: Any = object.__new__(type(kind.__name__, (kind,), {"__getattr__": lambda _, name: getattr(args, name)}))
     same = {name: lambda x, *_, **__: x for name in ("unwrap_model", "gather", "gather_for_metrics", "reduce")}
     vars(trainer).update(
         args=args,
@@ -81,29 +75,25 @@ def stand_in(path: str, **options: Any) -> Any:
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         model_kwarg_keys=set(),
-        aux_loss_enabled=False,
-        _is_vlm=False,
-        _entropy_bonus_enabled=False,
         _forward_redirection=lambda wrapper, original, method, *args, **options: method(*args, **options),
         _metrics={"train": defaultdict(list)},
+        **dict.fromkeys(("aux_loss_enabled", "_is_vlm", "_entropy_bonus_enabled"), False),
     )
     return trainer
 
 
 def _trl_grpo(beta: float, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    tokens, scores = mask.long(), (policy, torch.zeros_like(policy), None)
+    tokens, prompt = mask.long(), torch.ones(len(mask), 1, dtype=torch.long)
     inputs = {
-        "prompt_ids": torch.ones_like(tokens[:, :1]),
-        "prompt_mask": torch.ones_like(tokens[:, :1]),
-        "completion_ids": tokens,
-        "completion_mask": tokens,
+        **dict.fromkeys(("prompt_ids", "prompt_mask"), prompt),
+        **dict.fromkeys(("completion_ids", "completion_mask"), tokens),
         "advantages": torch.zeros(len(policy), dtype=policy.dtype),
         "old_per_token_logps": old,
         "ref_per_token_logps": ref,
         "num_items_in_batch": tokens.sum(),
     }
     trainer = stand_in("trl:GRPO", beta=beta, **options)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: scores
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (policy, torch.zeros_like(policy), None)
     return trainer._compute_loss(trainer.model, inputs)
 
 
@@ -124,8 +114,7 @@ CHOICES: dict[str, Sequence[dict[str, Any]]] = {
 
 def _trl_distillation(path: str, options: dict[str, Any]) -> AuditedLoss:
     defaults = _defaults(pkgutil.resolve_name(f"{path}Config"))
-    changed = {name: value for name, value in options.items() if name == "beta" or value != defaults[name]}
-    text = ", ".join(f"{name}={value}" for name, value in changed.items())
+    text = ", ".join(f"{name}={value}" for name, value in options.items())
     text += " (default)" * all(value == defaults[name] for name, value in options.items())
     options = {"temperature": 1.0, **options}
     return AuditedLoss(
@@ -149,9 +138,9 @@ def _trl_loss(trainer: Any, batch: Sequences) -> Tensor:
         "attention_mask": torch.ones_like(batch.tokens),
         "labels": batch.tokens.masked_fill(~batch.mask, -100),
     }
-    trainer.teacher_model = GivenLogits(batch.teacher)
+    trainer.teacher_model = FixedLogits(batch.teacher)
     trainer.teacher_client = SimpleNamespace(get_sequence_logprobs=functools.partial(_served, batch.teacher))
-    loss = trainer.compute_loss(GivenLogits(batch.student), inputs, num_items_in_batch=batch.mask.sum())
+    loss = trainer.compute_loss(FixedLogits(batch.student), inputs, num_items_in_batch=batch.mask.sum())
     return loss[0] if isinstance(loss, tuple) else loss
 
 
@@ -170,8 +159,8 @@ def _served(
     return answer
 
 
-class GivenLogits(torch.nn.Module):
-    """A model whose logits are given: they are its last hidden states, and its head is the identity."""
+class FixedLogits(torch.nn.Module):
+    """A model that returns these logits: they are its last hidden states, and its head is the identity."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
@@ -192,40 +181,33 @@ def liger() -> Subject:
     """The chunked GRPO loss, which has the options of TRL's, and the fused JSD."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
 
-    grpo, jsd = (inspect.signature(x).parameters for x in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss))
-    defaults = {name: parameter.default for name, parameter in grpo.items()}
+    defaults, jsd = (
+        {name: x.default for name, x in inspect.signature(loss).parameters.items()}
+        for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
+    )
+    notes = (
+        f"beta is {defaults['beta']:g} by default; without a reference model it compares the policy with itself.",
+        FLOAT32,
+        "Its Triton kernels of the same losses need a GPU and are not audited.",
+    )
     losses = [*_grpo_losses(_liger_grpo, defaults)]
     for beta in (0.5, 0.0, 1.0):
-        name = f"LigerFusedLinearJSDLoss, {_marked('beta', beta, jsd['beta'].default)}"
+        name = f"LigerFusedLinearJSDLoss, {_marked('beta', beta, jsd['beta'])}"
         compute = functools.partial(_liger_jsd, beta=beta)
         losses.append(AuditedLoss(name=name, compute=compute, takes="sequences", means=of_beta(beta)))
-    return Subject(
-        title=f"liger-kernel {version('liger-kernel')}, LigerFusedLinearGRPOLoss",
-        losses=tuple(losses),
-        notes=(
-            f"beta is {defaults['beta']:g} by default; without a reference model it compares the policy with itself.",
-            FLOAT32,
-            "Its Triton kernels of the same losses need a GPU and are not audited.",
-        ),
-    )
+    title = f"liger-kernel {version('liger-kernel')}, LigerFusedLinearGRPOLoss"
+    return Subject(title=title, losses=tuple(losses), notes=notes)
 
 
 def _liger_grpo(beta: float, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
     """What Liger's chunked loss computes from the log-probabilities of a chunk."""
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 
-    whole = mask.to(policy.dtype)
-    return LigerFusedLinearGRPOFunction.ppo_loss_fn(
-        per_token_logps=policy,
-        attention_mask=whole,
-        advantages=torch.zeros(len(policy), dtype=policy.dtype),
-        full_attention_mask=whole,
-        ref_per_token_logps=ref,
-        old_per_token_logps=old,
-        beta=beta,
-        max_completion_length=256,
-        **options,
-    )[0]
+    scores = {"per_token_logps": policy, "ref_per_token_logps": ref, "old_per_token_logps": old}
+    masks = dict.fromkeys(("attention_mask", "full_attention_mask"), mask.to(policy.dtype))
+    advantages = torch.zeros(len(policy), dtype=policy.dtype)
+    options |= {"beta": beta, "max_completion_length": 256, "advantages": advantages}
+    return LigerFusedLinearGRPOFunction.ppo_loss_fn(**scores, **masks, **options)[0]
 
 
 def _liger_jsd(batch: Sequences, beta: float) -> Tensor:
@@ -243,18 +225,15 @@ def torchrl() -> Subject:
     """`GRPOLoss`, the k3 estimate that it publishes, the KL in the reward, and `DistillationLoss`."""
     from torchrl.objectives.llm import GRPOLoss, k3_kl_token_estimate
 
-    beta = GRPOLoss(None).kl_to_ref_coeff
-    losses: dict[str, tuple[Callable[..., Tensor], Any]] = {
-        "GRPOLoss, kl_to_ref_coeff": (torchrl_kl, "logprobs"),
-        "k3_kl_token_estimate(ref, policy)": (lambda policy, ref: k3_kl_token_estimate(ref, policy), "function"),
-        "KLComputation, in the reward": (torchrl_reward_kl, "reward"),
-        "DistillationLoss, kl_direction=reverse (default)": (_torchrl_distillation, "sequences"),
-    }
-    return Subject(
-        title=f"torchrl {version('torchrl')}, GRPOLoss",
-        losses=tuple(AuditedLoss(name=name, compute=compute, takes=takes) for name, (compute, takes) in losses.items()),
-        notes=(f"kl_to_ref_coeff is {beta} by default: without it there is no KL in the loss.",),
+    note = f"kl_to_ref_coeff is {GRPOLoss(None).kl_to_ref_coeff} by default: without it there is no KL in the loss."
+    rows: tuple[tuple[str, Any, Callable[..., Tensor]], ...] = (
+        ("GRPOLoss, kl_to_ref_coeff", "logprobs", torchrl_kl),
+        ("k3_kl_token_estimate(ref, policy)", "function", lambda policy, ref: k3_kl_token_estimate(ref, policy)),
+        ("KLComputation, in the reward", "reward", torchrl_reward_kl),
+        ("DistillationLoss, kl_direction=reverse (default)", "sequences", _torchrl_distillation),
     )
+    losses = tuple(AuditedLoss(name=name, takes=takes, compute=compute) for name, takes, compute in rows)
+    return Subject(title=f"torchrl {version('torchrl')}, GRPOLoss", losses=losses, notes=(note,))
 
 
 def torchrl_kl(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> Tensor:
@@ -298,11 +277,9 @@ def torchrl_reward_kl(policy: Tensor, ref: Tensor) -> Tensor:
 
     with warnings.catch_warnings(action="ignore"):  # nested tensors call themselves a prototype
         rewards = torch.nested.as_nested_tensor(list(torch.zeros_like(policy)[..., None]), layout=torch.strided)
-    step = TensorDict(
-        {"log_probs": {"full": policy.detach()}, "ref_log_probs": {"full": ref}, "reward": rewards},
-        batch_size=[len(policy)],
-    )
-    done = KLComputation(coeff=1.0)(TensorDict({"next": step}, batch_size=[len(policy)]))
+    scores, size = {"log_probs": {"full": policy.detach()}, "ref_log_probs": {"full": ref}}, [len(policy)]
+    step = TensorDict({**scores, "reward": rewards}, batch_size=size)
+    done = KLComputation(coeff=1.0)(TensorDict({"next": step}, batch_size=size))
     return -torch.stack([*done["next", "reward"].unbind()])[..., 0]
 
 
@@ -317,19 +294,20 @@ def verl() -> Subject:
     from verl.workers.config import ActorConfig
     from verl.workers.utils import losses
 
-    def loss(name: str, kind: str) -> AuditedLoss:
-        compute = lambda policy, ref: losses.kl_penalty(logprob=policy, ref_logprob=ref, kl_penalty=kind)  # noqa: E731
-        return AuditedLoss(name=_marked("kl_loss_type", name, default), compute=compute, takes="function")
-
-    def reward(name: str, kind: str) -> AuditedLoss:
-        compute = functools.partial(verl_reward_kl, kind=kind)
-        return AuditedLoss(name=f"in the reward, kl_penalty={name}", compute=compute, takes="reward")
+    def loss(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
+        return losses.kl_penalty(logprob=policy, ref_logprob=ref, kl_penalty=kind)
 
     options = _defaults(ActorConfig)
     default = next(name for name in VERL_LOSSES if name.split()[0] == options["kl_loss_type"])
+    rows: list[tuple[str, Callable[..., Tensor], Any, str]] = []
+    rows += [(_marked("kl_loss_type", x, default), loss, "function", x) for x in VERL_LOSSES]
+    rows += [(f"in the reward, kl_penalty={x}", verl_reward_kl, "reward", x) for x in VERL_REWARDS]
     return Subject(
         title=f"verl {version('verl')}, ppo_loss and apply_kl_penalty",
-        losses=(*(loss(x, x.split()[0]) for x in VERL_LOSSES), *(reward(x, x.split()[0]) for x in VERL_REWARDS)),
+        losses=tuple(
+            AuditedLoss(name=name, takes=takes, compute=functools.partial(compute, kind=x.split()[0]))
+            for name, compute, takes, x in rows
+        ),
         notes=(f"use_kl_loss is {options['use_kl_loss']} by default: without it there is no KL in the loss.",),
     )
 

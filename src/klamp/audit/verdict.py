@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from klamp.errors import KlampError
 
+SCHEMA = "klamp.check/1"
 Level: TypeAlias = Literal["wrong", "cannot tell", "warning", "note"]
 
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -32,22 +33,14 @@ class WrongKL(KlampError, ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One fact about a loss or about a pair of tokenizers.
+class CheckFinding:
+    """One fact about a loss or about a pair of tokenizers."""
 
-    Attributes:
-        code: A short name that does not change between versions, such as `kl-forward`.
-        level: How bad it is.
-        what: The fact, in one sentence.
-        evidence: The numbers behind it.
-        fix: What to change.
-    """
-
-    code: str
+    code: str  # a short name that does not change between versions, such as `kl-forward`
     level: Level
-    what: str
-    evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    fix: str = ""
+    what: str  # the fact, in one sentence
+    evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the numbers behind it
+    fix: str = ""  # what to change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +63,7 @@ class Verdict:
     """
 
     ok: bool | None
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[CheckFinding, ...] = ()
     summary: str = ""
     found: str = ""
     kl: str | None = None
@@ -81,7 +74,7 @@ class Verdict:
     not_checked: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
-    def of(cls, findings: Sequence[Finding], **parts: Any) -> Verdict:
+    def of(cls, findings: Sequence[CheckFinding], **parts: Any) -> Verdict:
         """A verdict whose `ok` follows from its findings."""
         ordered = tuple(sorted(findings, key=lambda x: LEVELS.index(x.level)))
         levels = {finding.level for finding in ordered}
@@ -108,8 +101,8 @@ class Verdict:
         return self
 
     def to_json(self) -> str:
-        """The verdict as JSON, with `schema: klamp.check/1`."""
-        return json.dumps({"schema": "klamp.check/1", **asdict(self)}, default=str, allow_nan=False, indent=1)
+        """The verdict as JSON, with its `schema`."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, default=str, allow_nan=False, indent=1)
 
     def __str__(self) -> str:
         lines = [f"klamp check: {ANSWERS[self.ok]}" + f"; {self.summary}" * bool(self.summary)]
@@ -132,8 +125,8 @@ def findings_table() -> dict[str, dict[str, str]]:
     return yaml.safe_load((Path(__file__).parent / "findings.yaml").read_text(encoding="utf-8"))
 
 
-def finding(code: str, level: Level | None = None, **evidence: Any) -> Finding:
+def finding(code: str, level: Level | None = None, **evidence: Any) -> CheckFinding:
     """The finding of this code, at its own level or another; the evidence fills its sentence and its fix."""
     row: Any = findings_table()[code]
     what, fix = (row.get(part, "").format_map(evidence) for part in ("what", "fix"))
-    return Finding(code=code, level=level or row["level"], what=what, evidence=evidence, fix=fix)
+    return CheckFinding(code=code, level=level or row["level"], what=what, evidence=evidence, fix=fix)

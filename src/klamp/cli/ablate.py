@@ -37,7 +37,11 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     executor = executor or _executor(options, every)
     check_folder(folder, plan)
     if options.dry_run:
-        show_plan(plan, every, folder=folder, executor=executor)
+        say("klamp ablate --dry_run: nothing is started, loaded or written\n")
+        done, steps = sum(is_done(folder, run) for run in every), sum(run.config.run.max_steps for run in every)
+        progress = f"{done} of {len(every)} done; {steps:,} steps"
+        say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}, {progress}")
+        say(f"{executor.describe()}\n\n{plan_text(plan).rstrip()}")
         return 0
     command += "" if output_dir else f" --output_dir {shlex.quote(str(folder))}"
     return _execute(plan, every, folder=folder, executor=executor, console=console, command=command)
@@ -68,7 +72,7 @@ def _execute(
 
 def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
     if options.ray is None:
-        return local_executor(len(every), workers=options.workers, cpu=all(each.config.run.cpu for each in every))
+        return local_executor(len(every), workers=options.workers, cpu=all(run.config.run.cpu for run in every))
     from klamp.lab.ablate.execute import RayExecutor
 
     cpus = 1.0 if options.cpus_per_run is None else options.cpus_per_run
@@ -78,11 +82,10 @@ def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
 def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
     """The ablation that a command line describes, and the options of `klamp ablate` itself.
 
-    The last one of these wins: defaults, preset, --config, the plan's base, flags, what an arm sets. --config takes the
-    file of a single run, too; its seed, output_dir and resume are left out.
+    The last one of these wins: defaults, preset, --config (without `OWNED`), the plan's base, flags, what an arm sets.
     """
     fields = fields_after("ablate")
-    several = {name for name, each in fields.items() if (each.section or name == "preset") and each.count == 1}
+    several = {name for name, field in fields.items() if (field.section or name == "preset") and field.count == 1}
     options, flags = read_command("ablate", argv, several)
     _check_options(options, flags)
     flags |= {} if options.preset is None else {"preset": options.preset}
@@ -136,15 +139,7 @@ def _check_options(options: AblateOptions, flags: Mapping[str, Any]) -> None:
 
 
 def read_plan(file: str | None) -> Mapping[str, Any]:
-    """What a plan's YAML file holds; a ConfigError for what cannot be read.
-
-    name: beta                     # of the folder
-    base: {max_steps: 60}          # any field of klamp train, flat or under its section; also preset
-    sweep: {beta: [0, 0.01]}       # every combination is an arm
-    arms: {no KL: {beta: 0}}       # or arms by name
-    seeds: 3                       # how many, or a list of them
-    kl_prompts: 64                 # held-out prompts that the KL is measured on; 256 if left out
-    """
+    """What a plan's YAML file (docs/ablation.md) holds; a ConfigError for what cannot be read."""
     content, keys = load_yaml(at_home(file)) if file else {}, ("name", "base", "sweep", "arms", "seeds", "kl_prompts")
     if unknown := [str(key) for key in content if key not in keys]:
         why = f"a plan has the keys {', '.join(keys)}; fields of klamp train stand under base, sweep and arms"
@@ -163,14 +158,6 @@ def seeds_of(value: object) -> tuple[int, ...]:
         why = "they are a number of seeds, or the seeds, whole numbers of at least 0"
         raise ConfigError("seeds cannot be read", got=repr(value), why=why, fix="3 stands for the seeds 0, 1 and 2")
     return tuple(seeds)
-
-
-def show_plan(plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor) -> None:
-    """Print the plan of an ablation, as a file takes it; nothing is started, loaded or written."""
-    done, steps = sum(is_done(folder, run) for run in every), sum(run.config.run.max_steps for run in every)
-    say("klamp ablate --dry_run: nothing is started, loaded or written\n")
-    say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}, {done} of {len(every)} done; {steps:,} steps")
-    say(f"{executor.describe()}\n\n{plan_text(plan).rstrip()}")
 
 
 def show_result(result: Result, command: str) -> int:

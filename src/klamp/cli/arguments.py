@@ -80,10 +80,10 @@ def read_entries(content: Mapping[Any, Any], path: Path, several: Collection[str
     try:
         for key, value in _flat(content):
             flag, values = str(key).replace("-", "_"), value if isinstance(value, list) else [value]
-            if names.get(flag) in names_read or any(isinstance(each, Mapping | list) for each in values):
+            if names.get(flag) in names_read or any(isinstance(item, Mapping | list) for item in values):
                 why = "a field has one name, and a value or a list of values"
                 raise ConfigError(f"{flag} cannot be read", got=repr(value), why=why, fix="write it once")
-            texts = ["null" if each is None else str(each) for each in values]
+            texts = ["null" if item is None else str(item) for item in values]
             words += [f"--{flag}={texts[0]}"] if len(texts) == 1 else [f"--{flag}", *texts]
             names_read.add(names.get(flag, flag))
         return read_argv(fields, words, command="klamp train", several=several)

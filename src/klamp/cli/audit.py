@@ -39,22 +39,20 @@ def run(argv: Sequence[str]) -> int:
 
 
 def show_audit(subject: Subject, verdicts: Mapping[str, Verdict]) -> None:
-    """Print a row for each loss, each finding once with its fix, and the notes."""
-    means = {each.name: each.means for each in subject.losses}
+    means = {loss.name: loss.means for loss in subject.losses}
     show_table(subject.title, HEADINGS, [_row(name, means[name], verdict) for name, verdict in verdicts.items()])
     sentences: dict[str, str] = {}
     for name, verdict in verdicts.items():
-        for each in verdict.findings:
-            if each.level != "note":
-                sentences.setdefault(
-                    each.code, f"{each.code} ({name}): {each.what}" + f"; fix: {each.fix}" * bool(each.fix)
-                )
+        for finding in verdict.findings:
+            if finding.level != "note":
+                fix = f"; fix: {finding.fix}" if finding.fix else ""
+                sentences.setdefault(finding.code, f"{finding.code} ({name}): {finding.what}{fix}")
     for sentence in (*sentences.values(), *subject.notes):
         say(f"- {sentence}")
     say()
 
 
 def _row(name: str, means: str, verdict: Verdict) -> tuple[str, ...]:
-    codes = dict.fromkeys(each.code for each in verdict.findings if each.level != "note")
+    codes = dict.fromkeys(finding.code for finding in verdict.findings if finding.level != "note")
     answer = ANSWERS[verdict.ok]
     return name, means, verdict.kl or MISSING, verdict.mean or MISSING, answer, ", ".join(codes) or MISSING

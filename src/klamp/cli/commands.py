@@ -173,7 +173,8 @@ class DoctorOptions:
     Shows the evidence and the next step. PATH is what the run left: a klamp run folder, TRL's trainer_state.json (or
     the folder of its checkpoints), a TensorBoard folder, a W&B offline run, JSONL of metrics (verl's file log too), or
     JSONL of completions with token log-probabilities (klamp's, prime-rl's and verl's names). The exit code is 0 for a
-    healthy run, 1 if an alarm rose, 2 if the record cannot be read or holds nothing to check.
+    healthy run, 1 if an alarm rose, 2 if the record cannot be read or holds nothing to check, 3 if no alarm rose and
+    the KL could not be checked.
 
       klamp doctor outputs/checkpoint-500/trainer_state.json --loss_type dr_grpo --verifier rules
       klamp doctor runs/arithmetic-001 --check-sync
@@ -191,6 +192,8 @@ class DoctorOptions:
     """Coefficient of the KL, if the record does not have it."""
     loss_type: str | None = None
     """Type of the loss (grpo, dr_grpo, ...), if the record does not have it."""
+    teacher_coef: float | None = field(default=None, metadata={"least": 0})
+    """Coefficient of the KL to a teacher, if the record does not have it."""
     verifier: Verifier | None = None
     """What gives the reward (rules, or a model), if the record does not have it."""
     check_sync: bool = False
@@ -226,7 +229,6 @@ class Command(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """What the command does, in one line."""
         return (self.options.__doc__ or "").partition("\n")[0]
 
 
@@ -257,15 +259,15 @@ def fields_after(name: str) -> dict[str, Field]:
     if name not in ("train", "ablate", "explain", "evaluate"):
         return own
     omitted = {*own, *(("seed", "resume") if name == "ablate" else ())}  # an ablation sets them
-    taken = EVALUATED if name == "evaluate" else [each for each in configured_fields() if each not in omitted]
-    return own | {each: configured_fields()[each] for each in taken}
+    taken = EVALUATED if name == "evaluate" else [field for field in configured_fields() if field not in omitted]
+    return own | {field: configured_fields()[field] for field in taken}
 
 
 def read_command(name: str, argv: Sequence[str], several: Collection[str] = ()) -> tuple[Any, dict[str, Any]]:
     """The options of a command, and the fields of the configuration that its arguments set; errors as `read_argv`."""
     values = read_argv(fields_after(name), argv, command=f"klamp {name}", several=several)
     options = COMMANDS[name].options
-    own = {each: values.pop(each) for each in fields_of(options) if each in values}
+    own = {field: values.pop(field) for field in fields_of(options) if field in values}
     return options(**own), values
 
 
@@ -273,4 +275,6 @@ def help_of(name: str) -> str:
     """The page of help of a command; that of explain leaves the fields to the page of train."""
     command = COMMANDS[name]
     fields = fields_of(command.options) if name == "explain" else fields_after(name)
-    return help_text(name, command.options, fields, [each for names in command.lists for each in resolve_name(names)])
+    return help_text(
+        name, command.options, fields, [listed for names in command.lists for listed in resolve_name(names)]
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,10 +13,10 @@ from rich.table import Table
 
 from klamp.cli.text import MISSING, number, say, visible
 from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_teacher
-from klamp.doctor.examine import Finding
+from klamp.doctor.examine import AlarmFinding
 from klamp.doctor.metrics import COLUMNS
 from klamp.lab.config import TrainConfig, reference_kind
-from klamp.lab.observers import SAID_ELSEWHERE, Observer, RunInfo
+from klamp.lab.observers import Observer, RunInfo
 from klamp.report.run import ScoreFormat
 
 LEGEND = (
@@ -37,14 +36,12 @@ class Drawn(Observer):
         times = TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")
         self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times)
         self.bar = self.progress.add_task("", visible=False)
-        self.started = time.monotonic()
         self.live = Live(console=self.console, get_renderable=self.picture, refresh_per_second=4)
 
     def close(self) -> None:
         self.live.stop()
 
     def move(self, description: str, done: int, total: int) -> None:
-        """Set the bar; on a terminal, begin to draw."""
         self.progress.update(self.bar, description=description, completed=done, total=total, visible=True)
         if self.draws:
             self.live.start()
@@ -58,7 +55,6 @@ class Drawn(Observer):
                 say(text, file=self.console.file)
 
     def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
-        """Show the progress of the work before the first step."""
         self.move(f"{what}, once", done, total)
         if not self.draws and (done in (1, total) or done % max(1, total // LOADING_LINES) == 0):
             self.say(f"{what}: {done}/{total}" + ("" if loss is None else f", loss {loss:.3f}"))
@@ -75,13 +71,12 @@ class Display(Drawn):
 
     def __init__(self, console: Console | None = None) -> None:
         self.rows: deque[dict[str, str]] = deque(maxlen=ROWS)
-        self.warnings: set[str] = set()
         self.raised: set[str] = set()
         super().__init__(console)
 
     def on_start(self, info: RunInfo) -> None:
-        """Write what the run is; its time counts from here."""
-        self.info, self.started = info, time.monotonic()
+        """Write what the run is; the bar's time counts from here."""
+        self.info = info
         self.say("\n".join([*(f"{label:<11} {text}" for label, text in heading(info).items()), "", LEGEND]))
         self.progress.reset(self.bar)
         self.move("step", info.start_step, info.config.run.max_steps)
@@ -100,22 +95,17 @@ class Display(Drawn):
         """Write the scores in a line, with their change since the start."""
         before, self.before = self.before, self.before or scores
         scale = ScoreFormat.fitting(before, scores)
-        texts = [
-            f"{skill} {scale.write(score)}" + f" ({scale.change(before.get(skill), score)})" * (skill in before)
-            for skill, score in scores.items()
-        ]
+        changes = {skill: f" ({scale.change(before[skill], scores[skill])})" for skill in before.keys() & scores}
+        texts = (f"{skill} {scale.write(score)}{changes.get(skill, '')}" for skill, score in scores.items())
         self.say(f"  evaluation after step {step}: {', '.join(texts)}")
 
     def on_warning(self, text: str) -> None:
-        """Write a warning; the same text is written once."""
-        if text not in self.warnings:
-            self.warnings.add(text)
-            self.say(f"  caution: {text}")
+        self.say(f"  caution: {text}")
 
-    def on_alarm(self, finding: Finding) -> None:
-        """Write an alarm and its next step; no notes, and nothing that a caution has."""
+    def on_alarm(self, finding: AlarmFinding) -> None:
+        """Write an alarm and its next step; no notes."""
         self.raised.add(finding.alarm.name)
-        if finding.alarm.level == "alarm" and finding.alarm.name not in SAID_ELSEWHERE:
+        if finding.alarm.level == "alarm":
             self.say(f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
 
     def picture(self) -> RenderableType:
@@ -133,7 +123,6 @@ MONITOR = "; --kl_monitor loads one, and measures the KL all the same"
 
 
 def settings(config: TrainConfig) -> dict[str, str]:
-    """The task, the model and the KL of a run, in words."""
     kl, model, kind = config.kl, config.model, reference_kind(config)
     trained = f"a LoRA adapter of rank {model.lora_r} is trained" if model.lora_r else "all weights are trained"
     who = describe_movement(kl) if kind in ("ema", "periodic") else model.ref_model or kl.reference_url or ""
@@ -149,7 +138,6 @@ def settings(config: TrainConfig) -> dict[str, str]:
 
 
 def heading(info: RunInfo) -> dict[str, str]:
-    """What a run is, in words, as it starts."""
     lines = settings(info.config)
     lines["model"] += f" ({info.trainable_parameters:,} of {info.parameters:,} parameters, on {info.device})"
     if info.start_step:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klamp.cli.commands import CheckOptions, DoctorOptions, read_command
-from klamp.cli.text import FAILED, say, show_paragraph, show_table
+from klamp.cli.text import CANNOT_TELL, FAILED, say, show_paragraph, show_table
 from klamp.doctor.alarms import check_names
-from klamp.doctor.examine import Diagnosis, Finding, examine
+from klamp.doctor.examine import AlarmFinding, Diagnosis, examine
 from klamp.doctor.history import RunSettings
-from klamp.doctor.metrics import read_pairs
+from klamp.doctor.metrics import MODELS, read_pairs
 from klamp.errors import DataError
-from klamp.report.run import judged
+from klamp.report.run import coverage, judged
 from klamp.report.text import count
 
 if TYPE_CHECKING:
@@ -35,20 +35,21 @@ def run_check(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Examine a record and print what was found; 0 sound, 1 not sound, a KlampError if nothing can be checked."""
+    """Examine a record and print the findings; 0 sound, 1 wrong, 3 cannot tell, a KlampError if nothing is checked."""
     from klamp.doctor.readers import read_record
 
     options: DoctorOptions = read_command("doctor", argv)[0]
     check_names(options.fail_on)
     history = read_record(options.path, read_pairs(options.map))
-    stated = {each.name: getattr(options, each.name, None) for each in dataclasses.fields(RunSettings)}
-    changes = {name: value for name, value in stated.items() if value is not None}
+    options_of_run = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(RunSettings)}
+    changes = {name: value for name, value in options_of_run.items() if value is not None}
     history.settings = dataclasses.replace(history.settings, **changes)
     diagnosis = examine(history)
     reports = _synced(options.path) if options.check_sync else {}
     if diagnosis.empty and not reports:
         why = f"it has {', '.join(sorted(history.names))}" if history.names else "no step was logged"
-        fix = "log a KL or a loss at every step (TRL: logging_steps=1), or say with --map what the record calls them"
+        advice = [_map_advice(name) for name, what in history.unread.items() if not what] or ["--map OURS=THEIRS"]
+        fix = f"log a KL or a loss at every step (TRL: logging_steps=1), or name what the record has: {advice[0]}"
         raise DataError("nothing in the record can be checked", got=str(options.path), why=why, fix=fix)
     failed = diagnosis.failed(options.fail_on)
     failed += [f"sync at step {step}" for step, report in reports.items() if not report.in_sync]
@@ -57,10 +58,9 @@ def run(argv: Sequence[str]) -> int:
     else:
         _show(diagnosis, options.path)
         _show_sync(reports)
-    if diagnosis.blind and not failed and not options.fail_on:
-        why, fix = diagnosis.blind, "log a KL, say with --map what a column is, or with --beta 0 that there is none"
-        raise DataError("no alarm, and the KL was not looked at", got=str(options.path), why=why, fix=fix)
-    return FAILED if failed else 0
+    if failed:
+        return FAILED
+    return CANNOT_TELL if diagnosis.blind and not options.fail_on else 0
 
 
 def _synced(path: Path) -> dict[int, SyncReport]:
@@ -84,17 +84,32 @@ def _show(diagnosis: Diagnosis, path: Path) -> None:
     for caution in history.cautions:
         show_paragraph(caution, label="caution")
     for name, what in history.unread.items():
-        reason = what or f"what it is can be said, as --map kl={name} (a k3) or k1={name}"
+        reason = what or f"what it is can be said, as {_map_advice(name)}"
         show_paragraph(f"{name}: {reason}", label="not read")
     for finding in diagnosis.findings:
         _show_finding(finding)
-    checked = diagnosis.concerned - len(diagnosis.unchecked)
-    say(f"\n{judged([diagnosis])}; {checked} of {diagnosis.concerned} were checked")
+    say(f"\n{judged([diagnosis])}; {coverage(diagnosis)}")
     if diagnosis.blind:
-        show_paragraph(f"NOT looked at: {diagnosis.blind}", label="the KL")
-    for name, lacks in diagnosis.unchecked.items():
-        missing = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", lacks)
-        show_paragraph(f"not checked, the record has no {missing}", label=name, width=22)
+        fix = "Log a KL, say with --map what a column is, or with --beta 0 that there is none."
+        show_paragraph(f"NOT looked at: {diagnosis.blind}. {fix}", label="the KL")
+    for name, gap in diagnosis.unchecked.items():
+        gap_text = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", gap)
+        show_paragraph(f"not checked, needs {gap_text}", label=name, width=22)
+
+
+def _map_advice(name: str) -> str:
+    """What `--map` may say of a KL that was not read, by its name: the model that it is to, the estimator, the unit."""
+    model = next((model for model, pattern in MODELS.items() if pattern.search(name)), "reference")
+    if model == "teacher":
+        return f"--map teacher/kl={name}"
+    if model == "sampler" and re.search(r"diff|abs", name, re.IGNORECASE):
+        return f"--map sampler/abs={name} (a mean |log-ratio|)"
+    if re.search(r"seq|sum(?!mary)|episode|trajector", name, re.IGNORECASE):
+        return f"--map kl/k1_sequence={name} (a sum over a completion)"
+    k3, k1 = ("kl", "k1") if model == "reference" else ("sampler/k3", "sampler/k1")
+    estimators = {"k3": f"{k3}={name} (a k3)", "k1": f"{k1}={name} (a k1)"}
+    named = [text for estimator, text in estimators.items() if estimator in name.lower()]
+    return f"--map {' or '.join(named or estimators.values())}"
 
 
 def _show_sync(reports: Mapping[int, SyncReport]) -> None:
@@ -104,7 +119,7 @@ def _show_sync(reports: Mapping[int, SyncReport]) -> None:
             show_paragraph(side.text, label=side.side)
 
 
-def _show_finding(finding: Finding) -> None:
+def _show_finding(finding: AlarmFinding) -> None:
     alarm, evidence = finding.alarm, finding.evidence
     say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({finding.since})")
     show_paragraph(evidence.text, label="seen")
@@ -116,10 +131,10 @@ def _show_finding(finding: Finding) -> None:
         headings = ("token", "completion", "position", "log policy", "log other", "share of the k3")
         rows = [
             (
-                *(repr(each.token), str(each.completion), str(each.position)),
-                *(f"{each.policy_logprob:.3f}", f"{each.other_logprob:.3f}", f"{100 * each.share:.0f} %"),
+                *(repr(token.token), str(token.completion), str(token.position)),
+                *(f"{token.policy_logprob:.3f}", f"{token.other_logprob:.3f}", f"{100 * token.share:.0f} %"),
             )
-            for each in evidence.tokens
+            for token in evidence.tokens
         ]
         show_table(f"  tokens to blame, step {evidence.tokens[0].step}", headings, rows)
 
@@ -128,8 +143,8 @@ def as_object(
     diagnosis: Diagnosis, path: Path, failed: Sequence[str], reports: Mapping[int, SyncReport]
 ) -> dict[str, Any]:
     """A diagnosis as JSON; `failed` names what fails the check."""
-    gaps = {step: {side.side: dict(side.gaps) for side in each.sides} for step, each in reports.items()}
-    synced = [{"step": step, "in_sync": each.in_sync, "gaps": gaps[step]} for step, each in reports.items()]
+    gaps = {step: {side.side: dict(side.gaps) for side in report.sides} for step, report in reports.items()}
+    sync = [{"step": step, "in_sync": report.in_sync, "gaps": gaps[step]} for step, report in reports.items()]
     return {
         "path": str(path),
         "source": diagnosis.history.source,
@@ -142,5 +157,5 @@ def as_object(
         "not_checked": dict(diagnosis.unchecked),
         "not_read": dict(diagnosis.history.unread),
         "kl_not_seen": diagnosis.blind,
-        **({"sync": synced} if synced else {}),
+        **({"sync": sync} if sync else {}),
     }

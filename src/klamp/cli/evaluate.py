@@ -37,7 +37,8 @@ class EvaluatedPolicy(NamedTuple):
 def run(argv: Sequence[str]) -> int:
     """Evaluate a policy and print its scores, or one JSON object of them; returns the exit code."""
     options, changes = read_command("evaluate", argv)
-    subject = find_subject(options.checkpoint, changes)
+    with warnings.catch_warnings(action="ignore", category=KLWarning):  # of a KL that nobody is about to train with
+        subject = find_subject(options.checkpoint, changes)
     from transformers.utils.logging import disable_progress_bar
 
     from klamp.lab.ablate.one_run import evaluate
@@ -58,7 +59,7 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
     inside = _in_a_run(followed(at_home(checkpoint)))
     if inside is None:
         named = {"model": start or checkpoint, "tokenizer": None if start is None else checkpoint}
-        return EvaluatedPolicy(_config(named | changes), None if start is None else checkpoint, start)
+        return EvaluatedPolicy(TrainConfig.from_flat(named | changes), None if start is None else checkpoint, start)
     run, saved = inside
     if saved is None:
         why, fix = "only a saved policy can be scored", "let it take its first steps, or name another run"
@@ -72,9 +73,11 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
     if start is not None:
         values |= {"model": start, "tokenizer": values["tokenizer"] or values["model"]}
     if changes.get("task", values["task"]) != values["task"]:  # another task brings its own reward and columns
-        values |= {each.name: each.default for each in dataclasses.fields(TaskConfig) if each.name not in OF_ANY_TASK}
+        values |= {
+            field.name: field.default for field in dataclasses.fields(TaskConfig) if field.name not in OF_ANY_TASK
+        }
     values["num_generations"] = max(2, values["num_generations"])  # nothing is trained: a reward needs no group here
-    return EvaluatedPolicy(_config(values | changes), str(policy_in(saved)), values["model"], steps)
+    return EvaluatedPolicy(TrainConfig.from_flat(values | changes), str(policy_in(saved)), values["model"], steps)
 
 
 def _in_a_run(folder: Path) -> tuple[Path, Path | None] | None:
@@ -86,11 +89,6 @@ def _in_a_run(folder: Path) -> tuple[Path, Path | None] | None:
         if NAMED.fullmatch(checkpoint.name) and (run / CONFIG).is_file():
             return run, checkpoint
     return None
-
-
-def _config(values: Mapping[str, Any]) -> TrainConfig:
-    with warnings.catch_warnings(action="ignore", category=KLWarning):  # of a KL that nobody is about to train with
-        return TrainConfig.from_flat(values)
 
 
 def _as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> dict[str, Any]:
@@ -115,7 +113,6 @@ def retention(outcome: Outcome) -> tuple[float | None, float | None, float | Non
 
 
 def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
-    """Print the evaluation: the skills, the KL to the start, what is left of the other skills."""
     steps = "" if subject.steps is None else f", after {subject.steps} steps"
     say(f"{checkpoint}{steps}; greedy answers to held-out prompts of {subject.config.task.task}\n")
     trained = "" if subject.start is None else outcome.rl_skill
@@ -126,7 +123,7 @@ def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
         return
     title = f"exact KL to the start, {subject.start}, on {outcome.rl_skill}"
     rows = [
-        (unit, *(number(outcome.numbers[f"kl/{each}{end}"]) for each in ("reverse", "forward")))
+        (unit, *(number(outcome.numbers[f"kl/{direction}{end}"]) for direction in ("reverse", "forward")))
         for end, unit in {"": "nats per token", "_sequence": "nats per completion"}.items()
     ]
     show_table(title, ("", "KL(policy‖start)", "KL(start‖policy)"), rows)

@@ -45,7 +45,7 @@ class Field:
     def choices(self) -> tuple[str, ...]:
         """The names that a value may be; empty if it is no name."""
         return tuple(
-            name for each in self.types if typing.get_origin(each) is Literal for name in typing.get_args(each)
+            name for kind in self.types if typing.get_origin(kind) is Literal for name in typing.get_args(kind)
         )
 
     @property
@@ -56,7 +56,7 @@ class Field:
     @property
     def kind(self) -> str:
         """The kind of one value, as the help shows it: INT, FLOAT, STR, PATH, or several with | between."""
-        kinds = (each.__name__.upper() for each in self.types if isinstance(each, type) and each is not NoneType)
+        kinds = (kind.__name__.upper() for kind in self.types if isinstance(kind, type) and kind is not NoneType)
         return "NAME" if self.choices else "|".join(kinds)
 
     def read(self, text: str) -> Any:
@@ -82,8 +82,8 @@ class Field:
 def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
     """The fields of a class of options by name, in its order; `klamp.cli.commands` explains their metadata."""
     hints, texts, fields = typing.get_type_hints(cls), field_texts(cls), dict[str, Field]()
-    for each in dataclasses.fields(cls):
-        name, hint = each.name, hints[each.name]
+    for field in dataclasses.fields(cls):
+        name, hint = field.name, hints[field.name]
         parts = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
         union = typing.get_origin(parts[0]) in (typing.Union, types.UnionType)
         fields[name] = Field(
@@ -91,16 +91,15 @@ def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
             section=section,
             types=typing.get_args(parts[0]) if union else parts[:1],
             count=None if parts[-1] is ... else len(parts),
-            default=each.default,
+            default=field.default,
             text=texts[name],
-            **{key: each.metadata[key] for key in ("word", "least", "aliases") if key in each.metadata},
+            **{key: field.metadata[key] for key in ("word", "least", "aliases") if key in field.metadata},
         )
     return fields
 
 
 @functools.cache
 def configured_fields() -> dict[str, Field]:
-    """Every field of a run's configuration by name."""
     from klamp.lab.config import section_classes
 
     parts = (fields_of(cls, section) for section, cls in section_classes().items())

@@ -41,6 +41,7 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
     from klamp.lab.setup import open_inputs
 
     backend, folder = config.run.backend, run_folder(config)
+    words = [word for word in argv if word != "--prepare"]
     if backend not in INSTALL:
         why = "klamp's own loop is for one machine"
         fix = "set backend to trl or verl, and gpus; or leave --prepare out and start the run"
@@ -49,11 +50,11 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
     longest, shape = open_inputs(config).longest, shape_of(config.model.model)
     if backend == "verl":
         load = None if shape is None else load_in_verl(config, shape)
-        commands = [shlex.join(["klamp", "train", *_words(argv)])]
+        commands = [shlex.join(["klamp", "train", *words])]
     else:
-        load, commands = _trl(argv, config, shape, longest)
+        load, commands = _trl(words, config, shape, longest)
     adapter, looks = config.model.lora_r > 0, [["report"], ["evaluate", "--checkpoint"]]
-    ends = [shlex.join(["klamp", *words, str(folder)]) for words in looks[: 1 if adapter and backend == "verl" else 2]]
+    ends = [shlex.join(["klamp", *look, str(folder)]) for look in looks[: 1 if adapter and backend == "verl" else 2]]
     lines = [INSTALL[backend], *_teachers_server(config, longest), *commands, *ends]
     return "\n\n".join([
         "klamp train --prepare: model, prompts and reward are opened; nothing is started or written",
@@ -69,9 +70,8 @@ def _sizes(config: TrainConfig, load: Load) -> str:
     if teacher.there and config.run.backend == "verl":
         facts.append(f"{len(teacher.models)} more than these {gpus} GPUs for the teacher: a vLLM of its own on each")
         served = [_served(config, name, 0.5) for name in teacher.models.values()]  # half is verl's for a teacher
-        facts += [
-            f"the teacher {name}: {fact}" for name, (_, fact) in zip(teacher.models.values(), served, strict=True)
-        ]
+        names = teacher.models.values()
+        facts += [f"the teacher {name}: {fact}" for name, (_, fact) in zip(names, served, strict=True)]
         if (n := max(n for n, _ in served)) > 1:
             facts.append(SPREAD.format(n, n * len(served)))
     elif teacher.there and teacher.teacher_url:
@@ -84,7 +84,7 @@ def _sizes(config: TrainConfig, load: Load) -> str:
     count = load.shape.parameters / GB
     size = f"{count:.2g} billion" if count > 0.1 else f"{1000 * count:.2g} million"
     title = f"{config.model.model}, {size} parameters, divided over {load.gpus} GPUs"
-    filled = [textwrap.fill(each, WIDTH, initial_indent="  ", subsequent_indent=" " * 6) for each in facts]
+    filled = [textwrap.fill(fact, WIDTH, initial_indent="  ", subsequent_indent=" " * 6) for fact in facts]
     return "\n".join([f"{title} (estimates; none of them changes a loss)\n", *filled])
 
 
@@ -119,15 +119,11 @@ def _teachers_server(config: TrainConfig, longest: int) -> list[str]:
     ]
 
 
-def _words(argv: Sequence[str]) -> list[str]:
-    return [word for word in argv if word != "--prepare"]
-
-
-def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest: int) -> tuple[Load | None, list[str]]:
+def _trl(words: list[str], config: TrainConfig, shape: Shape | None, longest: int) -> tuple[Load | None, list[str]]:
     """Half of the GPUs train, by DeepSpeed, the other half serve vLLM; one alone does both."""
     from klamp.lab.models import model_path, shape_of
 
-    gpus, prompts, words = config.run.gpus, config.rollout.prompts_per_step, _words(argv)
+    gpus, prompts = config.run.gpus, config.rollout.prompts_per_step
     training = max((n for n in range(1, gpus // 2 + 1) if prompts % n == 0), default=1)
     teacher_shape = shape_of(config.teacher.teacher_model) if config.teacher.teacher_model else None
     load = None
@@ -145,7 +141,7 @@ def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest:
     serving = 1 if shape is None else spread(shape, gpus // 2)[-1]  # vLLM has several copies of experts' models alone
     server = f"--host {HOST} --port {PORT} --tensor_parallel_size {serving} --data_parallel_size 1"
     launch = f"--num_processes {training} --num_machines 1 --use_deepspeed --zero_stage 2 --mixed_precision bf16"
-    first, last = (",".join(map(str, each)) for each in (range(training), range(gpus - serving, gpus)))
+    first, last = (",".join(map(str, indices)) for indices in (range(training), range(gpus - serving, gpus)))
     return load, [
         f"CUDA_VISIBLE_DEVICES={last} trl vllm-serve --model {shlex.quote(model_path(config.model.model))} {server} "
         f"--max_model_len {longest + config.rollout.max_completion_length} &",

@@ -35,9 +35,9 @@ def run(argv: Sequence[str]) -> int:
         why, fix = "it would be written over", "choose another --output"
         raise RunFolderError("the file exists and is no report", got=str(file), why=why, fix=fix)
     runs = read_runs(records(options.runs))
-    for each in runs:
-        if each.history.is_empty:
-            show_caution(f"{each.path}: its record holds no step; there is nothing to draw")
+    for run in runs:
+        if run.history.is_empty:
+            show_caution(f"{run.path}: its record holds no step; there is nothing to draw")
     page = render(runs)
     file.write_text(page, encoding="utf-8", newline="\n")
     words = f"{count(len(runs), 'run')}, {judged([run.diagnosis for run in runs])}"
@@ -78,17 +78,14 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     return runs
 
 
-def _words(path: Path) -> Sequence[str]:
-    """The model, the task and the KL of a klamp run."""
-    config = read_config(path)[1]
-    reward = f", reward {config.task.reward}" if config.task.reward else ""
-    return config.model.model, f"{config.task.task}{reward}", describe_anchors(config.kl, config.teacher)
-
-
 def _said(path: Path, history: History) -> list[str]:
     """What a run was, when, and how long its steps took, in words; nothing where its record does not say."""
     details = history.details
-    words = _words(path) if is_klamp_run(path) else details.words
+    words = details.words
+    if is_klamp_run(path):
+        config = read_config(path)[1]
+        reward = f", reward {config.task.reward}" if config.task.reward else ""
+        words = config.model.model, f"{config.task.task}{reward}", describe_anchors(config.kl, config.teacher)
     if not words:
         return []
     model, task, kl = words

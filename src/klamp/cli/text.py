@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from klamp.errors import ConfigError, DataError, KlampError, KLWarning
 
-FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130
+FAILED, WRONG_CONFIGURATION, CANNOT_TELL, INTERRUPTED = 1, 2, 3, 130
 MISSING = "-"
 WIDTH = 100
 """Columns of a paragraph."""
@@ -79,13 +79,8 @@ def exit_code(error: KlampError) -> int:
 def of_the_system(error: OSError | SystemExit) -> DataError:
     """The error for a file or connection that the system did not let klamp use, or for code that ended the program."""
     if isinstance(error, SystemExit):
-        got = f"sys.exit({error.code!r})"
-        return DataError(
-            "the code that klamp called ended the program",
-            got=got,
-            why="a run ends by itself",
-            fix="--debug shows where",
-        )
+        what, got = "the code that klamp called ended the program", f"sys.exit({error.code!r})"
+        return DataError(what, got=got, why="a run ends by itself", fix="--debug shows where")
     why, fix = error.strerror or f"{type(error).__name__}: {error}", "check that path; --debug shows where it was used"
     return DataError("the system refused what klamp asked of it", got=error.filename, why=why, fix=fix)
 

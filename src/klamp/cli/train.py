@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from klamp.cli.prepare import prepared_text
 from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
-from klamp.errors import ConfigError, TrainingStopped
+from klamp.errors import TrainingStopped
 from klamp.lab.backends import Runner, check_backend, engine_plan, launch, train_run
-from klamp.lab.checkpoint import MAY_CHANGE, check_resume
+from klamp.lab.checkpoint import check_resume
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import checkpoint_folders, newest_complete, plain, read, run_folder
+from klamp.lab.folders import checkpoint_folders, plain, run_folder
 from klamp.lab.observers import RunSummary
 from klamp.lab.tasks.base import NO_REWARD, Task
 
@@ -51,38 +51,17 @@ def _train(config: TrainConfig, console: Console) -> None:
         except TrainingStopped as stopped:
             if display.info is not None and stopped.resumable:
                 left = tuple(name for name in config.run.stop_on if name not in display.raised)
-                stopped.fix = f"continue with: {resume_command(config, display.info.output_dir, stop_on=left)}"
+                changes = {} if left == config.run.stop_on else {"stop_on": left}
+                stopped.fix = f"continue with: {resume_command(display.info.output_dir, **changes)}"
             raise
-        except KeyboardInterrupt as stop:
-            raise _between_steps(config, display) or stop from stop
     print_summary(config, summary)
 
 
-def _between_steps(config: TrainConfig, display: Display) -> TrainingStopped | None:
-    """The error of an interrupt while a run loads, or after its last step; None: it has saved nothing."""
-    folder = display.info.output_dir if display.info else Path(config.run.output_dir or "")
-    newest = newest_complete(folder) if display.info or config.run.resume else None
-    if newest is None:
-        return None
-    return TrainingStopped(
-        "the run was stopped while no step was under way",
-        got="an interrupt",
-        resumable=True,
-        why=f"its newest checkpoint, {newest}, is as it was",
-        fix=f"continue with: {resume_command(config, folder)}",
-    )
-
-
-def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:
-    """The command that continues a run, with the fields that differ from what its folder holds, or that change."""
-    words, saved = ["klamp", "train", "--resume", str(folder)], plain(config)
-    wanted = {name: saved[name] for name in MAY_CHANGE} | changes
-    with suppress(ConfigError):  # nothing is written yet
-        saved = read(folder)
-    for name, value in wanted.items():
-        each = list(value) if isinstance(value, list | tuple) else [value]
-        if each != (saved[name] if isinstance(saved[name], list) else [saved[name]]):
-            words += [f"--{name}", *map(str, each)]
+def resume_command(folder: Path, **changes: Any) -> str:
+    """The command that continues a run; `changes` are fields that differ from what its folder holds."""
+    words = ["klamp", "train", "--resume", str(folder)]
+    for name, value in changes.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return shlex.join(words)
 
 
@@ -101,10 +80,8 @@ def _trainer(console: Console) -> Runner:
 
 def plan_text(config: TrainConfig, task: Task | None = None, argv: Sequence[str] = ()) -> str:
     """The plan of a run as text: its settings in words, then what differs from the defaults; `argv` made `config`."""
-    lines = (
-        textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
-        for name, text in _plan(config, task).items()
-    )
+    plan = (f"{name:<11} {text}" for name, text in _plan(config, task).items())
+    lines = (textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * 14) for line in plan)
     defaults = plain(TrainConfig())
     changed = {name: value for name, value in plain(config).items() if value != defaults[name]}
     parts = [
@@ -147,19 +124,15 @@ ROWS = {"": "nats per token", "_sequence": "nats per completion", "_original": "
 
 
 def print_summary(config: TrainConfig, summary: RunSummary) -> None:
-    """Print the summary of a finished run: scores before and after, KL and beta, files."""
     metrics, kl = summary.final_metrics, config.kl
     done = f"{summary.steps} steps" if summary.steps else "no step was taken (--max_steps 0); the model was evaluated,"
     say(f"\ndone: {done} in {duration(summary.seconds)}\n")
     headings = ("", "before", "after", "change")
     show_table("skill (held out)", headings, skill_rows(summary.before, summary.after, summary.rl_skill))
     say()
-    rows = {text: [metrics.get(f"kl/{estimator}{end}") for estimator in ESTIMATORS] for end, text in ROWS.items()}
-    rows = [
-        (text, *(MISSING if x is None else number(x) for x in values))
-        for text, values in rows.items()
-        if values.count(None) < len(ESTIMATORS)
-    ]
+    values = {text: [metrics.get(f"kl/{estimator}{end}") for estimator in ESTIMATORS] for end, text in ROWS.items()}
+    cells = {text: [MISSING if x is None else number(x) for x in row] for text, row in values.items()}
+    rows = [(text, *row) for text, row in cells.items() if {*row} != {MISSING}]
     if rows:
         show_table("KL from the reference (last step)", ("", *ESTIMATORS), rows)
     else:
@@ -186,5 +159,5 @@ def _files(config: TrainConfig, summary: RunSummary) -> dict[str, str]:
         lines["TensorBoard"] = f"tensorboard --logdir {folder}"
     lines["look at it"] = f"klamp report {folder}"
     if saved:
-        lines["continue"] = resume_command(config, folder, max_steps=max(1, 2 * summary.steps))
+        lines["continue"] = resume_command(folder, max_steps=max(1, 2 * summary.steps))
     return lines

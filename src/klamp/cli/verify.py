@@ -62,7 +62,6 @@ def show_proofs() -> list[Check]:
 
 
 def show_answer(answer: ProvenAnswer) -> Sequence[Check]:
-    """Print an answered question; returns its checks."""
     say(f"{answer.question}\n")
     for table in answer.tables:
         show_table(table.title, table.columns, table.rows)
@@ -85,7 +84,6 @@ def _measured(check: Check) -> str:
 
 
 def run_explain(argv: Sequence[str]) -> int:
-    """Print the explanations that a command line asks for; returns the exit code."""
     for index, explanation in enumerate(explain(argv)):
         if index:
             say()

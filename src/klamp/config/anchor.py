@@ -1,29 +1,50 @@
-"""What holds for the KL to a reference and to a teacher: one term, one set of rules, and what hosts cannot honour.
+"""The choices that the KL to a reference and that to a teacher share: texts, rules, and what hosts cannot honour.
 
-A field of the KL to the reference is called `kl_NAME`, one of the KL to a teacher `teacher_NAME`.
+A choice of the KL to the reference is the field `kl_NAME` or `reference_NAME`, one of the KL to a teacher
+`teacher_NAME`.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from klamp.config.fields import HostLimit, setting
-from klamp.core.arguments import ANY
-from klamp.core.term import TERM_NUMBERS, KLTerm
+from klamp.config.fields import HostLimit, like
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, INSIDE_0_1, limited
+from klamp.core.controllers import Schedule
+from klamp.core.term import KLTerm
 from klamp.errors import Refusal
 
 
-def of_term(name: str, **rest: Any) -> Any:
-    """A field of a configuration with the default and the numbers of a field of `KLTerm`; `rest`: see `setting`."""
-    return setting(getattr(KLTerm, name), TERM_NUMBERS.get(name, ANY), **rest)
+@dataclass(frozen=True, kw_only=True)
+class AnchorChoices:
+    """The choices of an anchor beside those of `KLTerm`; its text fills in the names of anchor and coefficient."""
+
+    schedule: Schedule = "constant"
+    """Factor on {coefficient} over the run: constant, or linear or cosine to 0."""
+    warmup_steps: int = limited(0, AT_LEAST_0)
+    """Warm-up: steps over which the factor on {coefficient} grows from 0."""
+    url: str | None = None
+    """Address of a vLLM server that scores as the {anchor}."""
+    name: str | None = None
+    """The model's name at that server; None: the only one that it serves."""
+    decay: float = limited(0.99, INSIDE_0_1)
+    """ema: share of the old {anchor}'s weights that every step keeps, in (0, 1)."""
+    reset_steps: int = limited(100, AT_LEAST_1)
+    """periodic: steps after which the {anchor} becomes the policy."""
+
+
+def choice(name: str, anchor: str = "reference", **rest: Any) -> Any:
+    """A field of `KLTerm` or `AnchorChoices` as a choice of one anchor; `rest`: see `setting`."""
+    words = {"anchor": anchor, "coefficient": "beta" if anchor == "reference" else "teacher_coef"}
+    return like(KLTerm if hasattr(KLTerm, name) else AnchorChoices, name, words, **rest)
 
 
 def build_term(config: Any, prefix: str, **own: Any) -> KLTerm:
     """The term of the fields `prefix_NAME` of a configuration; `own`: what is named otherwise."""
-    names = {field.name: f"{prefix}_{field.name}" for field in fields(KLTerm)}
-    chosen = {name: getattr(config, named) for name, named in names.items() if hasattr(config, named)}
-    return KLTerm(**{**chosen, "value": getattr(config, f"{prefix}_estimator"), **own})
+    names = {field.name: f"{prefix}_{field.name}" for field in fields(KLTerm)} | {"value": f"{prefix}_estimator"}
+    choices = {name: getattr(config, theirs) for name, theirs in names.items() if hasattr(config, theirs)}
+    return KLTerm(**choices | own)
 
 
 def placement_refusals(config: Any, anchor: str) -> list[Refusal]:
@@ -34,9 +55,8 @@ def placement_refusals(config: Any, anchor: str) -> list[Refusal]:
         Refusal(
             placement != "loss" and estimator != "k1",
             f"{anchor}_placement={placement!r} takes {anchor}_estimator='k1' only, not {estimator!r}",
-            why="through the score function k1 gives the gradient of the reverse KL; k3 gives the reverse minus the "
-            "forward gradient, which cancels near the anchor, k2 is biased, and a KL over the vocabulary or a head "
-            "does not depend on the sampled token, so that as an advantage its expected gradient is 0",
+            why="through the score function only k1 gives the gradient of the reverse KL: that of k3 cancels near the "
+            "anchor, k2 is biased, and a KL over the vocabulary or a head has the expected gradient 0",
             fix=f"set {anchor}_estimator='k1' (k3 is logged all the same), or {anchor}_placement='loss'",
         ),
         Refusal(
@@ -62,7 +82,6 @@ def placement_refusals(config: Any, anchor: str) -> list[Refusal]:
 
 # what hosts cannot honour --------------------------------------------------------------------------------------------
 
-OWN_LOOP = "klamp train has it"
 TINKER = ("tinker",)
 
 NO_LOGITS = HostLimit(
@@ -78,8 +97,7 @@ ONE_AVERAGE = HostLimit(
 )
 OWN_STEP = HostLimit(
     ("trl", "unsloth", "verl"),
-    "its loop takes the optimizer step itself and offers no way to leave it out; a loss of 0 in its place would still "
-    "move the weights by momentum and weight decay",
+    "its loop always takes the optimizer step; a loss of 0 would still move the weights by momentum and weight decay",
     "leave kl_early_stop unset, and lower num_iterations or the learning rate; klamp train has it",
 )
 OWN_PROCESS = HostLimit(
@@ -88,24 +106,17 @@ OWN_PROCESS = HostLimit(
     "pass a model as ref_model, or use klamp train",
     values=("remote",),
 )
-ITS_REFERENCE = HostLimit(
-    ("verl",), "it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy"
-)
+ITS_REFERENCE = HostLimit(("verl",), "it takes the policy without its adapter if lora_rank is set, else a frozen copy")
 MADE_AT_ONCE = HostLimit(
     ("unsloth",),
     "its reference is loaded, and its callback made, while the trainer is built",
     "build it with sync_ref_model=True, ref_model_mixup_alpha and ref_model_sync_steps, and leave reference unset",
     values=("ema", "periodic"),
 )
-ITS_DEVICE = HostLimit(
-    ("trl", "unsloth", "verl"),
-    "its own preparation puts the reference on the device of the process",
-    "leave reference_device unset; reference_dtype makes the reference smaller",
-)
 ITS_DTYPE = HostLimit(("verl",), "its own engine loads the reference")
 
 ONE_TEACHER = "klamp scores a whole batch with one teacher, whose weights no checkpoint of TRL's would hold"
-FIXED_TEACHER = f"name one teacher_model or teacher_url, or set teacher_kind='adapter_off' or 'live'; {OWN_LOOP}"
+FIXED_TEACHER = "name one teacher_model or teacher_url, or set teacher_kind='adapter_off' or 'live'; klamp train has it"
 MOVING_TEACHER = HostLimit(("trl",), ONE_TEACHER, FIXED_TEACHER, values=("ema", "periodic"))
 SEVERAL_TEACHERS = HostLimit(("trl",), ONE_TEACHER, FIXED_TEACHER)
 ADVANTAGES_FIRST = HostLimit(
@@ -117,18 +128,14 @@ ADVANTAGES_FIRST = HostLimit(
 FROM_A_FOLDER = HostLimit(
     ("verl",),
     "it loads its teachers from a folder into engines that it starts itself, and never writes to them",
-    f"name teacher_model; {OWN_LOOP}",
-    values=("adapter_off", "ema", "periodic", "live", "remote"),
+    "name teacher_model; klamp train has it",
+    values=("adapter_off", "ema", "periodic", "live"),
 )
 NO_SERVER = replace(FROM_A_FOLDER, values=None)
-ONE_PROMPT = HostLimit(
-    ("verl",),
-    "its agent loop sends the teacher the policy's own prompt and answer",
-    f"leave teacher_prompt out; {OWN_LOOP}",
-)
+ONE_PROMPT = HostLimit(("verl",), "its agent loop sends the teacher the policy's own prompt and answer")
 NO_VOCABULARY = HostLimit(
     ("verl",),
-    "the teacher's engine tells some log-probabilities of each token, and not the whole vocabulary's",
+    "the teacher's engine returns some log-probabilities of each token, not those of the whole vocabulary",
     "use teacher_estimator='k3', 'k1', or 'topk' with teacher_top_k=0 for another direction",
     values=("exact",),
 )
@@ -137,11 +144,5 @@ IN_THE_LOSS = HostLimit(
     "its way to an advantage (use_policy_gradient) is a second policy loss with bounds of its own",
     "set teacher_placement='loss': the expected gradient of k1 is the same",
 )
-WITHOUT_A_NUMBER = HostLimit(
-    ("verl",), "a loss of distillation is known there by a name that was registered beforehand, without a number"
-)
-READ_ONCE = HostLimit(
-    ("verl",),
-    "distillation_loss_coef is read once, when its workers start",
-    f"leave teacher_schedule and teacher_warmup_steps out; {OWN_LOOP}",
-)
+WITHOUT_A_NUMBER = HostLimit(("verl",), "it calls a loss of distillation by a registered name, without a number")
+READ_ONCE = HostLimit(("verl",), "distillation_loss_coef is read once, when its workers start")

@@ -51,8 +51,8 @@ def describe_teacher(teacher: TeacherConfig) -> str:
     """A whole KL to a teacher in one line: who it is, what is measured, where it enters, its coefficient."""
     if not teacher.there:
         return "none"
-    c, named = teacher, ", ".join(filter(None, (teacher.teacher_model, teacher.teacher_url, *teacher.teacher_models)))
-    who = named or {"adapter_off": "the policy with its adapter off", "live": "the policy itself"}.get(c.kind, c.kind)
+    c, names = teacher, ", ".join(filter(None, (teacher.teacher_model, teacher.teacher_url, *teacher.teacher_models)))
+    who = names or {"adapter_off": "the policy with its adapter off", "live": "the policy itself"}.get(c.kind, c.kind)
     prompt = f", at the prompt of column {c.teacher_prompt}" if c.teacher_prompt else ""
     value = f"{describe_teacher_value(c)}, {TAUGHT[c.teacher_direction]}"
     reach = "over the sequence" if c.teacher_horizon == "sequence" else "per token"
@@ -93,12 +93,11 @@ def describe_clip(kl: KLConfig, *, length: float | str | None = None) -> str:
 
 def describe_controller(kl: KLConfig) -> str:
     """The controller of beta and its target in nats per token, in words."""
-    scheduled = ""
-    if kl.kl_schedule != "constant" or kl.kl_warmup_steps:
-        scheduled = f"; schedule {kl.kl_schedule}, {kl.kl_warmup_steps} steps of warm-up"
-    if kl.controller_name == "fixed":
-        return f"fixed at {kl.beta:g}{scheduled}"
-    return f"{kl.controller_name} controller from {kl.beta:g}, towards {kl.target_kl:g} nats per token{scheduled}"
+    if kl.controller_name != "fixed":  # which takes no schedule
+        return f"{kl.controller_name} controller from {kl.beta:g}, towards {kl.target_kl:g} nats per token"
+    schedule = f"; schedule {kl.kl_schedule}, {kl.kl_warmup_steps} steps of warm-up"
+    moves = kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
+    return f"fixed at {kl.beta:g}{schedule if moves else ''}"
 
 
 def describe_movement(kl: KLConfig) -> str:

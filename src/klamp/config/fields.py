@@ -9,10 +9,11 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from klamp.core.arguments import ANY, Numbers, check_fields
+from klamp.core.arguments import ANY, Numbers
 from klamp.errors import ConfigError, Refusal, unknown_name
 
 
@@ -55,6 +56,7 @@ def setting(
     limits: Sequence[HostLimit] = (),
     ignored_by: Sequence[str] = (),
     aliases: Sequence[str] = (),
+    text: tuple[Any, str, Mapping[str, str]] | None = None,
 ) -> Any:
     """A field of a configuration.
 
@@ -65,9 +67,18 @@ def setting(
         limits: values that some hosts refuse.
         ignored_by: hosts that do not read it; they warn of it.
         aliases: its names in other trainers.
+        text: the dataclass and its field that hold the text, and the words that are filled in; None: it has its own.
     """
     metadata = {"numbers": numbers, "needs": needs, "limits": limits, "ignored_by": ignored_by, "aliases": aliases}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata | {"text": text})
+
+
+def like(owner: Any, name: str, words: Mapping[str, str] = MappingProxyType({}), **rest: Any) -> Any:
+    """A field with default, numbers and text of another dataclass's field; `rest`: what differs, see `setting`."""
+    source = owner.__dataclass_fields__[name]
+    numbers = source.metadata.get("numbers", ANY)
+    inherited: dict[str, Any] = {"default": source.default, "numbers": numbers, "text": (owner, name, words)}
+    return setting(**inherited | rest)
 
 
 def _changed(config: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
@@ -75,11 +86,6 @@ def _changed(config: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
         value = getattr(config, field.name)
         if value != field.default:
             yield field, value
-
-
-def check_settings(config: Any) -> None:
-    """Refuse a value of another type, an unknown choice, and a number that its field does not take."""
-    check_fields(config, {field.name: field.metadata.get("numbers", ANY) for field in fields(config)})
 
 
 def without_effect(config: Any) -> list[str]:
@@ -165,7 +171,7 @@ def check_server(url: str | None, field: str, *, key: str) -> None:
     """Refuse what is no address of a server, and one with a user, a password or a query; its key comes from `key`."""
     if url is None:
         return
-    fix = f"write http://HOST:PORT; what the server wants to know of you comes from {key}"
+    fix = f"write http://HOST:PORT; the server's key comes from {key}"
     _refuse_secrets(url, field, "a server", why="a configuration is shown, and written into the run's folder", fix=fix)
     if not _is_sound(url):
         raise ConfigError(f"{field}={url!r} is no address", why="it is asked over HTTP", fix="write http://HOST:PORT")
@@ -173,8 +179,7 @@ def check_server(url: str | None, field: str, *, key: str) -> None:
 
 def check_cluster(address: str | None, field: str) -> None:
     """Refuse a user, a password or a query in the address of a Ray cluster: Ray takes none, klamp would show them."""
-    fix = "write ray://HOST:10001, HOST:6379, auto or local; a cluster that asks for a token gets it from "
-    fix += "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+    fix = "write ray://HOST:10001, HOST:6379, auto or local, and a token into RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
     why = "Ray takes no user, no password and no query there"
     _refuse_secrets(address or "", field, "a cluster", why=why, fix=fix)
 

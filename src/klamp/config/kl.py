@@ -9,20 +9,11 @@ from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from klamp.config import anchor
-from klamp.config.fields import (
-    Need,
-    accepts_aliases,
-    aliases_of,
-    check_server,
-    check_settings,
-    one_of,
-    setting,
-    without_effect,
-)
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, POSITIVE, check_number
+from klamp.config.anchor import TINKER, choice
+from klamp.config.fields import Need, accepts_aliases, aliases_of, check_server, like, one_of, setting, without_effect
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, COEFFICIENT, POSITIVE, check_fields, check_number
 from klamp.core.clipping import ClipLevel
 from klamp.core.controllers import (
-    CONTROLLER_NUMBERS,
     Controller,
     FixedController,
     HoldController,
@@ -43,8 +34,7 @@ DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 SMALL_VOCABULARY = 4096
 """Entries up to which the exact KL of every completion is measured; its logits are small beside the activations."""
 
-BETA = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 to train without KL")
-BETA_BOUND = BETA.but(BETA.why, "leave it out for its default")
+BETA = COEFFICIENT.but(COEFFICIENT.why, "use beta=0 to train without KL")
 STEP_FACTORS = (StepController.up, StepController.down, StepController.high, StepController.low)
 """What the step rule multiplies beta by, and the targets beyond which it does."""
 
@@ -57,38 +47,19 @@ POSITIVE_BETA = Need("a beta above 0", lambda c: c.beta > 0)
 ADAPTIVE = Need("a controller that moves beta (target_kl, and a beta above 0)", lambda c: c.controller_name != "fixed")
 A_CONTROLLER = Need("kl_controller='hold' (or leave it out)", lambda c: c.kl_controller != "fixed")
 A_START = Need("a beta above 0 to start from", lambda c: c.controller_name != "fixed")
-RULES = {
-    name: Need(f"kl_controller={name!r}", lambda c, name=name: c.controller_name == name)
-    for name in ("hold", "step", "proportional")
-}
+STEP, PROPORTIONAL = one_of("kl_controller", "step"), one_of("kl_controller", "proportional")
 A_GRADIENT = Need("kl_gradient='reverse' or 'forward'", lambda c: (c.kl_gradient, c.kl_off_policy) != ("none", "none"))
 WEIGHTS = one_of("kl_off_policy", "token", "sequence")
 NOT_SUMMED = Need(
     "kl_off_policy='sequence' (the exact KL sums over the token, not over its prefix)",
     lambda c: (c.kl_estimator, c.kl_off_policy) != ("exact", "token"),
 )
-OWN_WEIGHTS = one_of("reference", "auto", "frozen", "ema", "periodic")
-REMOTE = one_of("reference", "remote")
-
-
-if TYPE_CHECKING:
-
-    @dataclass(frozen=True, kw_only=True)
-    class _OtherNames:
-        """The names of `ALIASES` for type checkers; at run time `accepts_aliases` takes them instead."""
-
-        kl_coef: InitVar[float] = 0.01
-        kl_penalty: InitVar[float] = 0.01
-        kl_beta: InitVar[float] = 0.01
-else:
-
-    class _OtherNames:
-        pass
+OWN_WEIGHTS, REMOTE = one_of("reference", "auto", "frozen", "ema", "periodic"), one_of("reference", "remote")
 
 
 @accepts_aliases
 @dataclass(frozen=True, kw_only=True)
-class KLConfig(_OtherNames):
+class KLConfig:
     """The KL term, in nats: what is measured, what its gradient does, where it enters, and how it is held.
 
     The same fields mean the same in every trainer. `beta` may be given as `kl_coef`, `kl_penalty` or `kl_beta`.
@@ -102,31 +73,18 @@ class KLConfig(_OtherNames):
     """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
     kl_estimator: Value = setting("k3", limits=(anchor.NO_LOGITS,))
     """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
-    kl_gradient: Gradient = KLTerm.gradient
-    """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
-    kl_horizon: Horizon = anchor.of_term("horizon", needs=(A_GRADIENT,))
-    """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
-    kl_placement: Placement = KLTerm.placement
-    """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
-    kl_clip_method: ClipMethod = KLTerm.clip_method
-    """How the KL is clipped at its budget: none, hard (no pull below the budget), or soft."""
-    kl_clip_threshold: float = anchor.of_term("clip_threshold", needs=(CLIP,))
-    """KL budget: nats per token of the reference length, or nats in total."""
+    kl_gradient: Gradient = choice("gradient")
+    kl_horizon: Horizon = choice("horizon", needs=(A_GRADIENT,))
+    kl_placement: Placement = choice("placement")
+    kl_clip_method: ClipMethod = choice("clip_method")
+    kl_clip_threshold: float = choice("clip_threshold", needs=(CLIP,))
     use_per_token_kl_threshold: bool = setting(KLTerm.clip_unit == "token", needs=(CLIP,))
     """Whether the threshold is per token (multiplied by the reference length)."""
-    kl_clip_temperature: float = anchor.of_term("clip_temperature", needs=(SOFT,))
-    """Width of the soft clip in nats of the total."""
+    kl_clip_temperature: float = choice("clip_temperature", needs=(SOFT,))
     kl_clip_level: ClipLevel | None = setting(None, needs=(CLIP,))
     """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's. None: each sequence's
     with kl_estimator='exact', kl_horizon='token', else its group's; a sampled KL leaves the sequence itself out."""
-    kl_reference_length: int | None = setting(
-        None,
-        AT_LEAST_1.but(
-            "the budget of a completion is threshold * reference length",
-            "give the usual length of a completion of the reference in tokens, or None to have it measured",
-        ),
-        needs=(PER_TOKEN,),
-    )
+    kl_reference_length: int | None = setting(None, AT_LEAST_1, needs=(PER_TOKEN,))
     """Reference length in tokens; None: a data column if there is one, else measured once at the start and frozen."""
     kl_controller: ControllerName | None = None
     """How beta follows the KL: fixed, hold, step, proportional; None: hold with a target_kl, else fixed."""
@@ -136,85 +94,45 @@ class KLConfig(_OtherNames):
         needs=(A_CONTROLLER, A_START),
     )
     """KL to hold, in nats per token (the unit of the logged metric kl/k3)."""
-    kl_controller_gain: float = setting(HoldController.gain, CONTROLLER_NUMBERS["gain"], needs=(RULES["hold"],))
-    """hold: largest change of log beta in a step."""
-    kl_controller_lead: float = setting(HoldController.lead, CONTROLLER_NUMBERS["lead"], needs=(RULES["hold"],))
-    """hold: how many steps ahead the KL is foreseen; about its lag behind the weights."""
-    kl_controller_factors: tuple[float, float, float, float] = setting(
-        STEP_FACTORS,
-        POSITIVE.but("they multiply beta and the target", "1.5, 0.75, 1.5, 0.5 are the defaults"),
-        needs=(RULES["step"],),
-    )
+    kl_controller_factors: tuple[float, float, float, float] = setting(STEP_FACTORS, POSITIVE, needs=(STEP,))
     """step: factors up and down, and the targets above and below which they act; PPO's are 2 0.5 1.5 0.6667."""
-    kl_controller_horizon: int = setting(100, CONTROLLER_NUMBERS["horizon"], needs=(RULES["proportional"],))
+    kl_controller_horizon: int = like(ProportionalController, "horizon", default=100, needs=(PROPORTIONAL,))
     """Updates over which the proportional rule takes effect."""
-    kl_controller_clip: float = setting(
-        ProportionalController.clip, CONTROLLER_NUMBERS["clip"], needs=(RULES["proportional"],)
-    )
-    """proportional: largest relative error of the KL that counts, in (0, 1]."""
-    beta_min: float | None = setting(None, BETA_BOUND, needs=(ADAPTIVE,))
+    beta_min: float | None = setting(None, AT_LEAST_0, needs=(ADAPTIVE,))
     """Lower bound of an adaptive beta; None: beta / 10 for hold, else beta / 100."""
-    beta_max: float | None = setting(None, BETA_BOUND, needs=(ADAPTIVE,))
+    beta_max: float | None = setting(None, AT_LEAST_0, needs=(ADAPTIVE,))
     """Upper bound of an adaptive beta; None: 3 / sqrt(target_kl), or 10 times beta where that is more."""
-    kl_max_log_ratio: float | None = anchor.of_term("max_log_ratio", needs=(SAMPLED,))
-    """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
-    kl_off_policy: OffPolicy = anchor.of_term("off_policy", needs=(NOT_SUMMED,))
-    """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
-    kl_max_weight: float | None = anchor.of_term("max_weight", needs=(WEIGHTS, NOT_SUMMED))
-    """Upper bound of the off-policy weight policy/sampler; how often it binds is logged."""
-    kl_normalizer: Reduction | None = anchor.of_term("normalizer", needs=(IN_LOSS,), limits=(anchor.ONE_AVERAGE,))
-    """Reduction of the KL over tokens; None: that of the policy loss."""
+    kl_max_log_ratio: float | None = choice("max_log_ratio", needs=(SAMPLED,))
+    kl_off_policy: OffPolicy = choice("off_policy", needs=(NOT_SUMMED,))
+    kl_max_weight: float | None = choice("max_weight", needs=(WEIGHTS, NOT_SUMMED))
+    kl_normalizer: Reduction | None = choice("normalizer", needs=(IN_LOSS,), limits=(anchor.ONE_AVERAGE,))
     kl_exclude_tokens: tuple[int | str, ...] = ()
     """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
-    kl_schedule: Schedule = setting("constant", needs=(POSITIVE_BETA,))
-    """Factor on beta over the run: constant, linear or cosine."""
-    kl_warmup_steps: int = setting(0, AT_LEAST_0, needs=(POSITIVE_BETA,))
-    """Warm-up: steps over which the factor on beta grows from 0."""
-    kl_schedule_end: float = setting(0.0, FROM_0_TO_1, needs=(one_of("kl_schedule", "linear", "cosine"),))
-    """The factor on beta at the end of a linear or cosine schedule."""
-    kl_early_stop: float | None = setting(
-        None,
-        POSITIVE.but("a KL is never negative", "use kl_early_stop=None to never stop early"),
-        limits=(anchor.OWN_STEP,),
-        ignored_by=anchor.TINKER,
-    )
+    kl_schedule: Schedule = choice("schedule", needs=(POSITIVE_BETA,))
+    kl_warmup_steps: int = choice("warmup_steps", needs=(POSITIVE_BETA,))
+    kl_early_stop: float | None = setting(None, POSITIVE, limits=(anchor.OWN_STEP,), ignored_by=TINKER)
     """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
     kl_monitor: bool = False
     """Load the reference and log the KL even at beta 0."""
     reference: ReferenceName = setting(
-        "auto", limits=(anchor.OWN_PROCESS, anchor.ITS_REFERENCE, anchor.MADE_AT_ONCE), ignored_by=anchor.TINKER
+        "auto", limits=(anchor.OWN_PROCESS, anchor.ITS_REFERENCE, anchor.MADE_AT_ONCE), ignored_by=TINKER
     )
     """The reference: frozen (a copy), adapter_off, ema, periodic, remote, or the sampler (which holds each update, not
     the run); auto: adapter_off if new, else frozen."""
-    reference_decay: float = setting(
-        0.99,
-        INSIDE_0_1.but(
-            "the reference keeps this share of itself at every step",
-            "0.99 follows over about a hundred steps; reference='frozen' never moves",
-        ),
-        needs=(one_of("reference", "ema"),),
-        ignored_by=anchor.TINKER,
-    )
-    """ema: share of the old reference's weights that every step keeps, in (0, 1)."""
-    reference_reset_steps: int = setting(
-        100, AT_LEAST_1, needs=(one_of("reference", "periodic"),), ignored_by=anchor.TINKER
-    )
-    """periodic: steps after which the reference becomes the policy."""
-    reference_device: str | None = setting(
-        None, needs=(OWN_WEIGHTS,), limits=(anchor.ITS_DEVICE,), ignored_by=anchor.TINKER
-    )
-    """Device of a reference with weights of its own; None: the policy's."""
-    reference_dtype: DType | None = setting(
-        None, needs=(OWN_WEIGHTS,), limits=(anchor.ITS_DTYPE,), ignored_by=anchor.TINKER
-    )
+    reference_decay: float = choice("decay", needs=(one_of("reference", "ema"),), ignored_by=TINKER)
+    reference_reset_steps: int = choice("reset_steps", needs=(one_of("reference", "periodic"),), ignored_by=TINKER)
+    reference_dtype: DType | None = setting(None, needs=(OWN_WEIGHTS,), limits=(anchor.ITS_DTYPE,), ignored_by=TINKER)
     """Data type of a reference with weights of its own; None: the policy's."""
-    reference_url: str | None = setting(None, needs=(REMOTE,), ignored_by=anchor.TINKER)
-    """remote: the address of the vLLM server that the reference answers at."""
-    reference_name: str | None = setting(None, needs=(REMOTE,), ignored_by=anchor.TINKER)
-    """remote: the model's name at a vLLM server; None: the only one that it serves."""
+    reference_url: str | None = choice("url", needs=(REMOTE,), ignored_by=TINKER)
+    reference_name: str | None = choice("name", needs=(REMOTE,), ignored_by=TINKER)
+
+    if TYPE_CHECKING:  # at run time `accepts_aliases` takes these names
+        kl_coef: InitVar[float] = 0.01
+        kl_penalty: InitVar[float] = 0.01
+        kl_beta: InitVar[float] = 0.01
 
     def __post_init__(self, *_: object) -> None:
-        check_settings(self)
+        check_fields(self)
         check_server(self.reference_url, "reference_url", key="the environment variable KLAMP_REFERENCE_KEY")
         check_gradient_choice(self.kl_estimator, self.kl_gradient, self.kl_horizon)
         refuse(refusals(self))
@@ -245,10 +163,9 @@ class KLConfig(_OtherNames):
 
     @property
     def beta_bounds(self) -> tuple[float, float | None]:
-        """The bounds of beta in force: as set, else the defaults of the controller.
+        """The bounds of beta in force: as set, else the controller's defaults.
 
-        A rule that multiplies needs a lower one above 0: it does not return from a beta of 0. The upper one is some ten
-        times what advantages of variance 1 ask for.
+        A rule that multiplies does not return from 0; the upper bound is ten times what advantages of variance 1 need.
         """
         name = self.controller_name
         share = {"fixed": 0.0, "hold": 0.1}.get(name, 0.01)
@@ -264,9 +181,9 @@ class KLConfig(_OtherNames):
         own = ESTIMATORS[c.kl_estimator].caution if c.kl_gradient == "own" and c.kl_estimator in ESTIMATORS else ""
         others = "; with tokens left out it only makes the kept ones less likely" if c.excludes else ""
         inert = c.kl_gradient == "none" or (c.kl_estimator, c.kl_gradient) == ("k1", "own")
-        free = c.kl_clip_threshold if c.use_per_token_kl_threshold and c.kl_clip_method != "none" else 0.0
-        held, hard = c.target_kl if c.controller_name != "fixed" else None, c.kl_clip_method == "hard"
-        wide, measured = wide_clip(c), MEASURED.get(c.controller_name, "")
+        free = c.kl_clip_threshold if PER_TOKEN.is_met(c) else 0.0
+        target, hard = c.target_kl if c.controller_name != "fixed" else None, c.kl_clip_method == "hard"
+        wide = wide_clip(c)
         rows = [
             (
                 pulls and own != "" and c.reference != "sampler",
@@ -284,7 +201,7 @@ class KLConfig(_OtherNames):
                 "per rollout its gradient is 0.",
             ),
             (
-                held is not None and free >= held,
+                target is not None and free >= target,
                 f"target_kl={c.target_kl} lies within the clip's free budget of {free:g} nats per token: below the "
                 f"budget the KL pulls {'not' if hard else 'less'}, so the controller raises beta "
                 f"{'without' if hard else 'with less'} effect. Set kl_clip_threshold below target_kl, or leave one of "
@@ -292,9 +209,9 @@ class KLConfig(_OtherNames):
             ),
             (wide != "", wide),
             (
-                measured != "" and held is not None,
-                f"kl_controller={c.controller_name!r} {measured} (docs/controllers.md). Leave kl_controller out for "
-                "the rule that holds a target: 'hold'.",
+                target is not None and c.controller_name != "hold",
+                f"kl_controller={c.controller_name!r} did not hold its target on the built-in task, 'hold' did "
+                "(docs/controllers.md). Leave kl_controller out for 'hold'.",
             ),
         ]
         return [text for applies, text in rows if applies] + without_effect(c)
@@ -304,15 +221,13 @@ class KLConfig(_OtherNames):
         low, high = self.beta_bounds
         if self.controller_name == "fixed":
             return FixedController(self.beta, min_value=low, max_value=high)
-        target = math.nan if self.target_kl is None else self.target_kl  # which each of them refuses
-        shared: dict[str, Any] = {"target": target, "min_value": low, "max_value": high}
+        shared: dict[str, Any] = {"target": self.target_kl, "min_value": low, "max_value": high}
         if self.controller_name == "hold":
-            return HoldController(self.beta, gain=self.kl_controller_gain, lead=self.kl_controller_lead, **shared)
+            return HoldController(self.beta, **shared)
         if self.controller_name == "step":
             up, down, above, below = self.kl_controller_factors
             return StepController(self.beta, up=up, down=down, high=above, low=below, **shared)
-        horizon, clip = self.kl_controller_horizon, self.kl_controller_clip
-        return ProportionalController(self.beta, horizon=horizon, clip=clip, **shared)
+        return ProportionalController(self.beta, horizon=self.kl_controller_horizon, **shared)
 
     def build_term(self) -> KLTerm:
         """The KL term for `grpo_loss`."""
@@ -328,16 +243,8 @@ class KLConfig(_OtherNames):
 ALIASES: Mapping[str, str] = aliases_of(KLConfig)
 """Other names of a field, as other trainers and guides call it."""
 
-
-MEASURED: Mapping[str, str] = {
-    "step": "lowers beta before anything was learnt and then overshoots: towards 0.05, without bounds, it took beta "
-    "from 8e-4 to 547 and the reward from 0.88 to 0.60",
-    "proportional": "is too slow at its defaults: towards 0.05 the KL stayed above 0.11 for 90 steps",
-}
-"""Name of a controller -> what it did with a target of 0.05 nats per token on the built-in task."""
-
 SHORT = 100
-"""Tokens of a short completion: a soft clip whose reference length nobody says is judged at it; klamp's choice."""
+"""Tokens of a short completion; klamp's choice."""
 
 
 def check_beta(beta: float, *, name: str = "beta", fix: str = "") -> None:
@@ -347,26 +254,19 @@ def check_beta(beta: float, *, name: str = "beta", fix: str = "") -> None:
 
 def refusals(c: KLConfig) -> list[Refusal]:
     """Every combination that cannot work or would not do what its name says."""
-    return [*_placement(c), *_gradient(c), *_control(c), *_reference_and_tokens(c)]
+    return [*_gradient(c), *anchor.placement_refusals(c, "kl"), *_control(c), *_reference_and_tokens(c)]
 
 
-def _placement(c: KLConfig) -> list[Refusal]:
+def _gradient(c: KLConfig) -> list[Refusal]:
+    in_loss, clipped = c.kl_placement == "loss", c.kl_clip_method != "none"
+    own = gates_on_itself(c.kl_estimator, c.kl_gradient, c.kl_horizon, c.kl_off_policy)
     return [
         Refusal(
-            c.kl_placement != "loss" and c.kl_gradient != "reverse",
+            not in_loss and c.kl_gradient != "reverse",
             f"kl_gradient={c.kl_gradient!r} has no meaning with kl_placement={c.kl_placement!r}",
             why="in the reward or the advantage the gradient is that of the score function: reverse",
             fix="leave kl_gradient='reverse', or set kl_placement='loss'",
         ),
-        *anchor.placement_refusals(c, "kl"),
-    ]
-
-
-def _gradient(c: KLConfig) -> list[Refusal]:
-    in_loss = c.kl_placement == "loss"
-    clipped = c.kl_clip_method != "none"
-    own = gates_on_itself(c.kl_estimator, c.kl_gradient, c.kl_horizon, c.kl_off_policy)
-    return [
         Refusal(
             clipped and in_loss and (c.kl_estimator, c.kl_gradient) == ("k1", "own"),
             "a clipped k1-as-loss is refused",
@@ -376,16 +276,9 @@ def _gradient(c: KLConfig) -> list[Refusal]:
         Refusal(
             clipped and c.kl_clip_level == "sequence" and not own,
             "kl_clip_level='sequence' gates sampled tokens by their own KL",
-            why="the gate is then correlated with the tokens whose gradient it multiplies, and their product follows "
-            "no KL; only the exact KL with kl_horizon='token' (no forward gradient, no prefix weights) is right",
-            fix="leave kl_clip_level out or set 'group' (the other completions of the prompt decide), or set "
-            "kl_estimator='exact' with kl_horizon='token'",
-        ),
-        Refusal(
-            c.kl_estimator == "exact" and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
-            "the exact forward KL has no sequence horizon",
-            why="its prefixes would have to be sampled from the reference",
-            fix="use kl_estimator='k3' with kl_gradient='forward'",
+            why="the gate is then correlated with the tokens whose gradient it multiplies: their product follows no KL",
+            fix="leave kl_clip_level out, or set kl_estimator='exact' with kl_horizon='token' (no forward gradient, no "
+            "prefix weights)",
         ),
     ]
 
@@ -393,16 +286,11 @@ def _gradient(c: KLConfig) -> list[Refusal]:
 def _control(c: KLConfig) -> list[Refusal]:
     return [
         Refusal(
-            c.kl_controller not in (None, "fixed") and c.target_kl is None,
-            f"kl_controller={c.kl_controller!r} needs target_kl",
-            why="an adaptive controller steers towards a target",
-            fix="set target_kl (nats per token; 0.05 is a usual start), or kl_controller='fixed'",
-        ),
-        Refusal(
-            c.beta == 0 and c.controller_name != "fixed",
-            f"beta=0 can never grow under kl_controller={c.controller_name!r}",
-            why="the rule multiplies beta, and 0 times anything is 0",
-            fix="start from a small positive beta",
+            c.kl_controller not in (None, "fixed") and (c.target_kl is None or c.beta == 0),
+            f"kl_controller={c.kl_controller!r} needs target_kl and a beta above 0",
+            got=f"target_kl={c.target_kl}, beta={c.beta:g}",
+            why="it multiplies beta to steer the KL towards a target, and 0 times anything is 0",
+            fix="set target_kl (nats per token; 0.05 is a usual start) and a small beta, or kl_controller='fixed'",
         ),
         Refusal(
             c.controller_name != "fixed" and (c.kl_schedule != "constant" or c.kl_warmup_steps > 0),
@@ -416,6 +304,7 @@ def _control(c: KLConfig) -> list[Refusal]:
 
 def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
     of_sampler = c.reference == "sampler"
+    summed = c.kl_placement != "reward" and c.kl_gradient != "forward" and c.kl_estimator != "exact"
     return [
         Refusal(
             c.reference in ("sampler", "remote") and c.kl_estimator == "exact",
@@ -437,23 +326,12 @@ def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
             fix="set reference_url to where a vLLM server listens",
         ),
         Refusal(
-            c.excludes and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
-            "the forward KL over sequences cannot leave tokens out",
-            why="its weight is the reference's probability of the whole prefix",
-            fix="use kl_horizon='token', kl_gradient='reverse', or no kl_exclude_tokens",
-        ),
-        Refusal(
-            c.excludes and c.kl_placement == "reward",
-            "kl_placement='reward' cannot leave tokens out",
-            why="one number per completion is the gradient of no KL over the tokens that are kept",
-            fix="use kl_placement='advantage' with kl_horizon='sequence'",
-        ),
-        Refusal(
-            c.excludes and (c.kl_estimator, c.kl_horizon) == ("exact", "sequence"),
-            "the exact KL over sequences cannot leave tokens out",
-            why="it sums over the whole vocabulary at positions that the drawn tokens choose: the gradient of no KL "
-            "over the tokens that are kept",
-            fix="use kl_estimator='k3' (the generalised KL over the kept tokens)",
+            c.excludes and c.kl_horizon == "sequence" and not summed,
+            "kl_exclude_tokens cannot leave tokens out of this KL over sequences",
+            got=f"kl_estimator={c.kl_estimator!r}, kl_gradient={c.kl_gradient!r}, kl_placement={c.kl_placement!r}",
+            why="a weight of the whole prefix (forward), a sum over the vocabulary (exact) and a number per completion "
+            "(reward) have the gradient of no KL over the tokens that are kept",
+            fix="use kl_horizon='token', or kl_gradient='reverse' with k3 in the loss or k1 in the advantage",
         ),
     ]
 
@@ -461,24 +339,16 @@ def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
 def wide_clip(c: KLConfig, measured_length: float | None = None) -> str:
     """The caution of a soft clip that is too wide for its budget; empty: it is not.
 
-    A budget per token is that of the reference length. Where the configuration names none, it is measured when the run
-    starts (`measured_length`), and the clip is judged then, and before that at `SHORT` tokens.
+    A budget per token that has no reference length yet is judged at `SHORT` tokens.
     """
-    threshold, width = c.kl_clip_threshold, c.kl_clip_temperature
-    length = c.kl_reference_length or measured_length
-    measured = c.use_per_token_kl_threshold and length is None
-    budget = threshold * (length or SHORT) if c.use_per_token_kl_threshold else threshold
+    length = c.kl_reference_length or measured_length or SHORT
+    budget = c.kl_clip_threshold * (length if c.use_per_token_kl_threshold else 1)
+    width = c.kl_clip_temperature
     if c.kl_clip_method != "soft" or width <= budget / 10:
         return ""
-    wide, fix = f"kl_clip_temperature={width:g} is wide against", "Use kl_clip_temperature <= budget / 10, or"
-    if measured:
-        fits = f"fits completions of {10 * width / threshold:.4g} tokens or more" if threshold > 0 else "fits none"
-        return (
-            f"{wide} a budget of {threshold:g} nats per token: it {fits}, and in shorter ones the soft clip passes "
-            f"a part of the pull at a KL of 0 already, half of it at most. {fix} kl_clip_method='hard'; or set "
-            "kl_reference_length, if they are that long."
-        )
+    at_length = f" for {length:g} tokens" if c.use_per_token_kl_threshold else ""
     return (
-        f"{wide} the budget of {budget:g} nats: the soft clip passes {100 / (1 + math.exp(budget / width)):.2g} % of "
-        f"the pull at a KL of 0 already. {fix} kl_clip_method='hard'."
+        f"kl_clip_temperature={width:g} is wide against the budget of {budget:g} nats{at_length}: the soft clip passes "
+        f"{100 / (1 + math.exp(budget / width)):.2g} % of the pull at a KL of 0 already. Use kl_clip_temperature <= "
+        "budget / 10, or kl_clip_method='hard'."
     )

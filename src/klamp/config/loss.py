@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from klamp.config import anchor
-from klamp.config.fields import Need, check_settings, one_of, setting, without_effect
+from klamp.config.fields import Need, like, one_of, setting, without_effect
 from klamp.config.kl import KLConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.core.advantages import Baseline, Scale
-from klamp.core.arguments import AT_LEAST_1, check_instance, check_number
+from klamp.core.arguments import AT_LEAST_1, check_fields, check_instance, check_number
 from klamp.core.objective import Objective, SurrogateName
-from klamp.core.surrogates import CLIP_HIGH, CLIP_LOW, TrustMode, TrustRegion
+from klamp.core.surrogates import CLIP_HIGH, TrustMode, TrustRegion
 from klamp.core.term import Placement, Weighted
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning
@@ -74,7 +74,7 @@ class LossConfig:
     """Average: dr_grpo (fixed length, advantages not scaled), grpo (sequence means), bnpo and dapo (token mean)."""
     surrogate: SurrogateName = Objective.surrogate
     """The policy loss of a token: ppo_clip, cispo or score_function."""
-    epsilon: float = setting(Objective.clip_low, CLIP_LOW, needs=(A_RATIO,))
+    epsilon: float = like(Objective, "clip_low", needs=(A_RATIO,))
     """The ratio is clipped below 1 - epsilon; cispo's paper has no lower bound, which is epsilon 1."""
     epsilon_high: float | None = setting(None, CLIP_HIGH, needs=(A_RATIO,))
     """The ratio is clipped above 1 + epsilon_high; None: the same as epsilon."""
@@ -83,17 +83,14 @@ class LossConfig:
     vllm_importance_sampling_mode: TrustMode | None = setting(None, ignored_by=anchor.TINKER)
     """Weigh the loss by old policy / sampler: token_truncate, token_mask, sequence_truncate or sequence_mask; None: not
     (in backend trl, as TRL does by default)."""
-    vllm_importance_sampling_clip_max: float | None = setting(TrustRegion.high, needs=(A_MODE,))
-    """Upper bound of that ratio; how often it binds is logged."""
-    vllm_importance_sampling_clip_min: float | None = setting(TrustRegion.low, needs=(A_MODE,))
-    """Lower bound of that ratio; None: none."""
-    off_policy_mask_threshold: float | None = TrustRegion.threshold
-    """Drop completions of negative advantage whose mean log(sampler/policy) exceeds this, in nats per token."""
+    vllm_importance_sampling_clip_max: float | None = like(TrustRegion, "high", needs=(A_MODE,))
+    vllm_importance_sampling_clip_min: float | None = like(TrustRegion, "low", needs=(A_MODE,))
+    off_policy_mask_threshold: float | None = like(TrustRegion, "threshold")
     advantage_baseline: Baseline = setting("leave_one_out", ignored_by=anchor.TINKER)
     """What rewards are compared with: leave_one_out (mean of the group's others), or mean (of all, as in GRPO)."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
         self.trust  # noqa: B018  (refuses bounds that cross)
         for text in without_effect(self):
             warnings.warn(text, KLWarning, stacklevel=3)
@@ -153,25 +150,24 @@ def build_objective(
     check_instance("kl", kl, KLConfig)
     check_instance("loss", loss, LossConfig)
     check_number("max_length", max_length, AT_LEAST_1.but("a completion has tokens", "pass max_length"), whole=True)
-    taught = None if teacher is None or not teacher.there else teacher
-    inside = (kl.beta > 0 and kl.kl_placement == "reward") * ["kl_placement"]
-    inside += (taught is not None and taught.teacher_placement == "reward") * ["teacher_placement"]
-    if inside and loss.scale == "std":
-        raise ConfigError(
-            "the KL in the reward cannot be combined with advantages divided by the group's std",
-            got=f"{inside[0]}='reward', loss_type={loss.loss_type!r}, scale_rewards='std'",
-            why="in a group whose rewards are all equal the division cancels beta: the update is the same for every "
-            "beta > 0",
-            fix=f"set scale_rewards='none', or {inside[0]}='advantage' (the KL enters after the division)",
-        )
-    taught_terms = () if taught is None else (Weighted(taught.teacher_coef, taught.build_term()),)
+    terms = [Weighted(kl.beta, kl.build_term())]
+    if teacher is not None and teacher.there:
+        terms.append(Weighted(teacher.teacher_coef, teacher.build_term()))
+    for prefix, (coefficient, term) in zip(("kl", "teacher"), terms, strict=False):
+        if coefficient > 0 and term.placement == "reward" and loss.scale == "std":
+            raise ConfigError(
+                "the KL in the reward cannot be combined with advantages divided by the group's std",
+                got=f"{prefix}_placement='reward', loss_type={loss.loss_type!r}, scale_rewards='std'",
+                why="in a group whose rewards are all equal the division cancels beta: every beta > 0 trains alike",
+                fix=f"set scale_rewards='none', or {prefix}_placement='advantage' (the KL enters after the division)",
+            )
     return Objective(
         surrogate=loss.surrogate,
         clip_low=loss.epsilon,
         clip_high=loss.clip_high,
         reduction=LOSS_TYPES[loss.loss_type].reduction,
         max_length=max_length,
-        terms=(Weighted(kl.beta, kl.build_term()), *taught_terms),
+        terms=tuple(terms),
         trust=loss.trust,
     )
 
@@ -205,22 +201,30 @@ def price_of(
     baseline: Baseline,
     scale: Scale,
     group_size: int,
-    policy: Reduction | None = None,
-    kl: Reduction | None = None,
-    mean_length: float = 1.0,
-    max_length: int = 1,
+    length_ratio: float = 1.0,
 ) -> Price:
-    """The price of one nat of KL of a whole completion, in reward.
+    """The price of one nat of KL of a whole completion, in reward, in groups of at least two.
 
-    Equation: beta * D_policy / D_kl * G / (G - 1) * s, where D is what a reduction divides a completion's sum by (the
-    mean length, the fixed length, or 1); G / (G - 1) for a baseline that is the group's mean, with the KL in the loss
-    or the advantage; s the standard deviation of the group's rewards where advantages are divided by it (left to
+    Equation: beta * length_ratio * G / (G - 1) * s; G / (G - 1) for a baseline that is the group's mean, with the KL in
+    the loss or the advantage; s the standard deviation of the group's rewards if advantages are divided by it (left to
     `Price.at`). A KL in the reward is divided by whatever divides the reward: its price is beta.
+    """
+    inside = placement == "reward"
+    return Price(
+        beta=beta,
+        length_ratio=length_ratio,
+        baseline_ratio=group_size / (group_size - 1) if baseline == "mean" and not inside else 1.0,
+        scaled=not inside and scale == "std",
+    )
 
-    Without `policy` and `kl`, the reductions of policy loss and KL, both are reduced alike; lengths are in tokens.
+
+def configured_price(
+    kl: KLConfig, loss: LossConfig, *, group_size: int, mean_length: float, max_length: int, beta: float | None = None
+) -> Price:
+    """The price that a configuration trains at, see `price_of`; `beta` in force, None: the configuration's.
 
     Raises:
-        ConfigError: a group of one, or lengths below one token.
+        ConfigError: a group of one, or lengths below 1.
     """
     if group_size < 2 or mean_length <= 0 or max_length < 1:
         raise ConfigError(
@@ -229,34 +233,17 @@ def price_of(
             why="the baseline is taken over the group, and a mean is taken over tokens",
             fix="group_size >= 2, lengths >= 1",
         )
-    inside = placement == "reward"
-    ratio = 1.0
-    if policy is not None and kl is not None and policy != kl:
-        own, of_kl = (divisor(each, mean_length=mean_length, max_length=max_length) for each in (policy, kl))
-        ratio = own / of_kl
-    centred = not inside and baseline == "mean"
-    return Price(
-        beta=beta,
-        length_ratio=ratio,
-        baseline_ratio=group_size / (group_size - 1) if centred else 1.0,
-        scaled=not inside and scale == "std",
+    of_loss, of_kl = (
+        divisor(reduction, mean_length=mean_length, max_length=max_length)
+        for reduction in (LOSS_TYPES[loss.loss_type].reduction, kl_reduction(kl, loss))
     )
-
-
-def configured_price(
-    kl: KLConfig, loss: LossConfig, *, group_size: int, mean_length: float, max_length: int, beta: float | None = None
-) -> Price:
-    """The price that a configuration trains at, see `price_of`; `beta` in force, None: the configuration's."""
     return price_of(
         kl.beta if beta is None else beta,
         placement=kl.kl_placement,
-        policy=LOSS_TYPES[loss.loss_type].reduction,
-        kl=kl_reduction(kl, loss),
         baseline=loss.advantage_baseline,
         scale=loss.scale,
         group_size=group_size,
-        mean_length=mean_length,
-        max_length=max_length,
+        length_ratio=of_loss / of_kl,
     )
 
 
@@ -265,11 +252,10 @@ def price_at_distance(rewards: Tensor, kl: float) -> float:
 
     Equation: the p for which the mean over groups of D(1 / p) is kl (G - 1) / G. D(t) = KL(q || uniform), with q
     proportional to exp(t reward) over the G completions of a group. To second order p = s / sqrt(2 kl), s^2 the mean
-    variance within groups. Where one completion alone is best, the group says that there is better, not by how much:
-    D ends at log G. There D is the second order's, where that is more, as if rewards went on as a Gaussian's do.
+    variance within groups. If one completion alone is best, D ends at log G; then D is at least the second order's.
 
-    Shapes: rewards [n, G], a group of completions in each row; `kl` in nats per completion, above 0 -> reward per nat
-    of a completion, 0.0 where no price leads so far from the completions that are there.
+    Shapes: rewards [n, G]; `kl` in nats per completion, above 0 -> reward per nat of a completion, 0.0 if none leads
+    so far.
     """
     rewards = rewards.double().cpu()  # every step of the search reads a number
     rewards, size = rewards - rewards.amax(-1, keepdim=True), rewards.shape[-1]
@@ -286,9 +272,9 @@ def price_at_distance(rewards: Tensor, kl: float) -> float:
 def _distance(rewards: Tensor, tilt: float) -> float:
     """D(tilt) of `price_at_distance`, mean over groups, in nats; rewards less their group's best. [n, G]"""
     logprobs = (tilt * rewards).log_softmax(-1)
-    shown = (logprobs.exp() * (logprobs + math.log(rewards.shape[-1]))).sum(-1)
-    tail = tilt**2 * rewards.var(-1, correction=0) / 2
-    return float(torch.where((rewards == 0).sum(-1) == 1, torch.maximum(shown, tail), shown).mean())
+    kl = (logprobs.exp() * (logprobs + math.log(rewards.shape[-1]))).sum(-1)
+    second_order = tilt**2 * rewards.var(-1, correction=0) / 2
+    return float(torch.where((rewards == 0).sum(-1) == 1, torch.maximum(kl, second_order), kl).mean())
 
 
 def spread_of_group(reward_std: float, saturated: float) -> float | None:

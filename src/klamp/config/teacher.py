@@ -11,25 +11,17 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from klamp.config import anchor
-from klamp.config.fields import (
-    Need,
-    accepts_aliases,
-    aliases_of,
-    check_server,
-    check_settings,
-    one_of,
-    setting,
-    without_effect,
-)
+from klamp.config.anchor import choice
+from klamp.config.fields import Need, accepts_aliases, aliases_of, check_server, one_of, setting, without_effect
 from klamp.config.kl import ALIASES
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1
+from klamp.core.arguments import AT_LEAST_0, check_fields
 from klamp.core.controllers import Schedule, kl_schedule_factor
 from klamp.core.term import KLTerm, OffPolicy, Placement
 from klamp.core.topk import Tail
 from klamp.core.types import Direction, Horizon
 from klamp.errors import KLWarning, Refusal, refuse
 
-TeacherKind: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "live", "remote"]
+TeacherKind: TypeAlias = Literal["auto", "adapter_off", "ema", "periodic", "live"]
 TeacherEstimator: TypeAlias = Literal["k1", "k3", "exact", "topk"]
 TeacherHead: TypeAlias = Literal["student", "teacher", "union"]
 
@@ -52,7 +44,10 @@ SAMPLED = one_of("teacher_estimator", "k1", "k3")
 A_SERVER = Need("teacher_url", lambda c: bool(c.teacher_url))
 TOKEN_IN_SUM = Need(
     "teacher_off_policy='sequence' (no sampled token is in the sum; only its prefix was sampled)",
-    lambda c: c.teacher_off_policy != "token" or c.sums_over_token,
+    lambda c: (
+        c.teacher_off_policy != "token"
+        or (c.teacher_tail == "sampled" if c.teacher_estimator == "topk" else c.teacher_estimator != "exact")
+    ),
 )
 
 
@@ -74,18 +69,16 @@ class TeacherConfig:
 
     teacher_model: str | None = setting(None, aliases=("teacher_model_name_or_path",))
     """The teacher, named like the model; None: no teacher, or one that teacher_kind makes of the policy."""
-    teacher_url: str | None = setting(
-        None, limits=(anchor.NO_SERVER,), aliases=("teacher_model_server_url", "teacher_model_server")
+    teacher_url: str | None = choice(
+        "url", "teacher", limits=(anchor.NO_SERVER,), aliases=("teacher_model_server_url", "teacher_model_server")
     )
-    """Address of a vLLM server that scores as the teacher."""
-    teacher_name: str | None = setting(None, needs=(A_TEACHER, A_SERVER))
-    """The model's name at that server; None: the only one that it serves."""
+    teacher_name: str | None = choice("name", "teacher", needs=(A_TEACHER, A_SERVER))
     teacher_models: tuple[str, ...] = setting((), limits=(anchor.SEVERAL_TEACHERS,))
     """Several teachers, each KEY=MODEL; teacher_key says which of them a prompt has."""
     teacher_key: str = ""
     """Column of the data that holds the KEY of each prompt's teacher."""
     teacher_kind: TeacherKind = setting("auto", limits=(anchor.MOVING_TEACHER, anchor.FROM_A_FOLDER))
-    """frozen (a model), remote (a server), or made of the policy: adapter_off, ema, periodic, live (as it is now)."""
+    """A teacher made of the policy: adapter_off, ema, periodic, live (as it is now); auto: teacher_model or _url."""
     teacher_coef: float = setting(
         1.0, COEFFICIENT, needs=NAMED, aliases=("teacher_kl_coef", "distillation_coef", "distillation_loss_coef")
     )
@@ -100,35 +93,23 @@ class TeacherConfig:
     """topk: whose likeliest tokens are the head; reverse is least noisy with the student's, forward the teacher's."""
     teacher_tail: Tail = setting("sampled", needs=TOPK)
     """topk: the words outside of the head: sampled (unbiased), or with a bias bucket, generalised, none."""
-    teacher_horizon: Horizon = anchor.of_term("horizon", needs=NAMED)
-    """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
-    teacher_placement: Placement = anchor.of_term(
-        "placement", needs=NAMED, limits=(anchor.ADVANTAGES_FIRST, anchor.IN_THE_LOSS)
+    teacher_horizon: Horizon = choice("horizon", "teacher", needs=NAMED)
+    teacher_placement: Placement = choice(
+        "placement", "teacher", needs=NAMED, limits=(anchor.ADVANTAGES_FIRST, anchor.IN_THE_LOSS)
     )
-    """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
-    teacher_off_policy: OffPolicy = anchor.of_term("off_policy", needs=(A_TEACHER, TOKEN_IN_SUM))
-    """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix."""
-    teacher_max_log_ratio: float | None = anchor.of_term(
-        "max_log_ratio", needs=(A_TEACHER, SAMPLED), limits=(anchor.WITHOUT_A_NUMBER,)
+    teacher_off_policy: OffPolicy = choice("off_policy", "teacher", needs=(A_TEACHER, TOKEN_IN_SUM))
+    teacher_max_log_ratio: float | None = choice(
+        "max_log_ratio", "teacher", needs=(A_TEACHER, SAMPLED), limits=(anchor.WITHOUT_A_NUMBER,)
     )
-    """Straight-through bound of the log-ratio to the teacher in nats; how often it binds is logged."""
     teacher_prompt: str = setting("", needs=NAMED, limits=(anchor.ONE_PROMPT,))
     """Column of the data with the prompt that the teacher sees in the place of the policy's; the answer is the same."""
-    teacher_schedule: Schedule = setting("constant", needs=NAMED, limits=(anchor.READ_ONCE,))
-    """Factor on teacher_coef over the run: constant, linear or cosine."""
-    teacher_warmup_steps: int = setting(0, AT_LEAST_0, needs=NAMED, limits=(anchor.READ_ONCE,))
-    """Steps over which that factor grows from 0."""
-    teacher_schedule_end: float = setting(
-        0.0, FROM_0_TO_1, needs=(A_TEACHER, one_of("teacher_schedule", "linear", "cosine"))
-    )
-    """The factor at the end of a linear or cosine schedule."""
-    teacher_decay: float = setting(0.99, INSIDE_0_1, needs=(A_TEACHER, one_of("teacher_kind", "ema")))
-    """ema: share of the old teacher's weights that every step keeps, in (0, 1)."""
-    teacher_reset_steps: int = setting(100, AT_LEAST_1, needs=(A_TEACHER, one_of("teacher_kind", "periodic")))
-    """periodic: steps after which the teacher becomes the policy."""
+    teacher_schedule: Schedule = choice("schedule", "teacher", needs=NAMED, limits=(anchor.READ_ONCE,))
+    teacher_warmup_steps: int = choice("warmup_steps", "teacher", needs=NAMED, limits=(anchor.READ_ONCE,))
+    teacher_decay: float = choice("decay", "teacher", needs=(A_TEACHER, one_of("teacher_kind", "ema")))
+    teacher_reset_steps: int = choice("reset_steps", "teacher", needs=(A_TEACHER, one_of("teacher_kind", "periodic")))
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
         check_server(self.teacher_url, "teacher_url", key="the environment variable KLAMP_REFERENCE_KEY")
         refuse(refusals(self))
         for text in self.cautions():
@@ -150,19 +131,13 @@ class TeacherConfig:
         return self.teacher_top_k if self.teacher_estimator == "topk" else None
 
     @property
-    def sums_over_token(self) -> bool:
-        """Whether the sampled token itself is in the sum of its KL, so that a weight of that token has an effect."""
-        head = self.teacher_estimator == "topk" and self.teacher_tail == "sampled"
-        return head or self.teacher_estimator in ("k1", "k3")
-
-    @property
     def there(self) -> bool:
         """Whether a KL to a teacher is asked for; without it none is loaded and none is scored."""
         return self.teacher_coef > 0 and self.named
 
     @property
     def kind(self) -> str:
-        """Who the teacher is: as named, else remote with an address, else frozen; none."""
+        """What the teacher is: made of the policy as named, remote with an address, frozen with a model; none."""
         if not self.there:
             return "none"
         return "remote" if self.teacher_url else "frozen" if self.teacher_kind == "auto" else self.teacher_kind
@@ -177,9 +152,10 @@ class TeacherConfig:
 
     def coefficient(self, step: int, steps: int) -> float:
         """The coefficient in force at a step (from 0) of so many."""
-        warmup, end = self.teacher_warmup_steps, self.teacher_schedule_end
-        factor = kl_schedule_factor(step, steps, schedule=self.teacher_schedule, warmup_steps=warmup, end=end)
-        return self.teacher_coef * factor if self.there else 0.0
+        if not self.there:
+            return 0.0
+        warmup = self.teacher_warmup_steps
+        return self.teacher_coef * kl_schedule_factor(step, steps, schedule=self.teacher_schedule, warmup_steps=warmup)
 
     def build_term(self) -> KLTerm:
         """The KL term for `grpo_loss`."""
@@ -213,32 +189,13 @@ def _who(c: TeacherConfig) -> list[Refusal]:
             fix="keep one of them; several teachers are teacher_models KEY=MODEL with teacher_key",
         ),
         Refusal(
-            c.teacher_kind == "frozen" and not (c.teacher_model or c.teacher_models),
-            "teacher_kind='frozen' needs teacher_model",
-            why="a copy of the policy as it starts would be a reference, which beta is for",
-            fix="set teacher_model to a folder or a hub id; for the start of the run use beta",
-        ),
-        Refusal(
-            (c.teacher_kind == "remote") != bool(c.teacher_url) and c.teacher_kind != "auto",
-            "teacher_kind='remote' and teacher_url belong together",
-            got=f"teacher_kind={c.teacher_kind!r}, teacher_url={c.teacher_url!r}",
-            why="a remote teacher is asked over HTTP",
-            fix="set teacher_url to where a vLLM server listens, and leave teacher_kind out",
-        ),
-        Refusal(
-            bool(c.teacher_models) != bool(c.teacher_key),
-            "teacher_models and teacher_key belong together",
-            got=f"teacher_models={c.teacher_models}, teacher_key={c.teacher_key!r}",
-            why="the column says which of the teachers scores a prompt's completions",
-            fix="set both, or teacher_model for one teacher",
-        ),
-        Refusal(
-            any("=" not in pair or not all(pair.split("=", 1)) for pair in c.teacher_models)
+            bool(c.teacher_models) != bool(c.teacher_key)
+            or any("=" not in pair or not all(pair.split("=", 1)) for pair in c.teacher_models)
             or len({*keys}) < len(keys),
-            "teacher_models takes KEY=MODEL, each key once",
-            got=", ".join(c.teacher_models),
-            why="the key is what the data's column holds",
-            fix="for instance math=DIR code=DIR",
+            "teacher_models takes KEY=MODEL, each key once, and belongs with teacher_key",
+            got=f"teacher_models={c.teacher_models}, teacher_key={c.teacher_key!r}",
+            why="the column teacher_key of the data holds the KEY of each prompt's teacher",
+            fix="for instance teacher_models math=DIR code=DIR and teacher_key subject; teacher_model for one teacher",
         ),
     ]
 
@@ -259,9 +216,7 @@ def _what(c: TeacherConfig) -> list[Refusal]:
             why="summed over the prefixes of the policy it is no divergence of sequences",
             fix="use teacher_horizon='token', or teacher_direction='reverse'",
         ),
-        of_a_server(
-            c, bool(c.teacher_url), who="a server", instead=", or keep the teacher on this machine (teacher_model)"
-        ),
+        of_a_server(c, bool(c.teacher_url), who="a server"),
         Refusal(
             topk and c.teacher_tail != "sampled" and c.teacher_top_k == 0,
             "a head of no tokens without a sampled tail is no KL",
@@ -272,12 +227,12 @@ def _what(c: TeacherConfig) -> list[Refusal]:
     ]
 
 
-def of_a_server(c: TeacherConfig, applies: bool, *, who: str, instead: str = "") -> Refusal:
+def of_a_server(c: TeacherConfig, applies: bool, *, who: str) -> Refusal:
     """What a server cannot measure, which tells its own likeliest tokens and the sampled one; `who`: it, in words."""
     own_head = c.teacher_estimator == "topk" and (c.teacher_head == "teacher" or not c.teacher_top_k)
     return Refusal(
         applies and not own_head and c.teacher_estimator not in ("k1", "k3"),
         f"teacher_estimator={c.teacher_estimator!r} with teacher_head={c.teacher_head!r} cannot use {who}",
         why=f"{who} tells the likeliest tokens of its own model and the sampled one, no others",
-        fix=f"use teacher_estimator='topk' with teacher_head='teacher', or 'k1' or 'k3'{instead}",
+        fix="use teacher_estimator='topk' with teacher_head='teacher', 'k1' or 'k3', or a teacher_model",
     )

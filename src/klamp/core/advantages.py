@@ -15,7 +15,6 @@ from klamp.errors import NonFiniteError, ShapeError, check_name
 Scale: TypeAlias = Literal["std", "none"]
 Baseline: TypeAlias = Literal["mean", "leave_one_out"]
 
-
 GROUP_SIZES = Numbers(
     " >= 2",
     lambda x: x >= 2,
@@ -45,10 +44,6 @@ def group_advantages(
     a biased one. A group whose rewards are all equal gives exactly 0, never rounding noise / eps.
     Gradient: none wanted; rewards carry no gradient.
     Shapes: [B] with the G completions of a prompt next to each other -> [B].
-
-    Args:
-        rewards, group_size: one per completion; completions per prompt.
-        scale, baseline, eps: the rows of the equation; `eps` is added to the standard deviation.
 
     Raises:
         TensorError: rewards that are no tensor of numbers, or that carry a gradient.

@@ -13,7 +13,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType, NoneType, UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
@@ -48,6 +48,13 @@ INSIDE_0_1 = Numbers(" between 0 and 1", lambda x: 0 < x < 1)
 FROM_0_TO_1 = Numbers(" in [0, 1]", lambda x: 0 <= x <= 1)
 FROM_0_BELOW_1 = Numbers(" in [0, 1)", lambda x: 0 <= x < 1)
 ABOVE_0_TO_1 = Numbers(" in (0, 1]", lambda x: 0 < x <= 1)
+COEFFICIENT = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use 0 for no KL")
+
+
+def limited(default: Any, numbers: Numbers) -> Any:
+    """A field of a dataclass that takes only these numbers; default MISSING: the field has no default."""
+    return dataclasses.field(default=default, metadata={"numbers": numbers})
+
 
 LARGEST = 2**63 - 1
 """The largest whole number that a tensor holds."""
@@ -236,13 +243,18 @@ class _Field:
     """Of a Literal; empty where it is none."""
     kinds: tuple[Any, ...]
     """The types that it may be of, None aside."""
+    numbers: Numbers
 
     @classmethod
     def of(cls, field: dataclasses.Field[Any], hint: Any) -> _Field:
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = tuple(part for part in parts if part is not NoneType)
         named = tuple(choice for part in kinds if get_origin(part) is Literal for choice in get_args(part))
-        return cls(field.name, field.default, NoneType in parts, named, kinds)
+        return cls(field.name, field.default, NoneType in parts, named, kinds, field.metadata.get("numbers", ANY))
+
+    @property
+    def allowed(self) -> tuple[str | None, ...]:
+        return (*self.choices, None) if self.optional else self.choices
 
     @property
     def fix(self) -> str:
@@ -259,33 +271,33 @@ def _fields(cls: type) -> tuple[_Field, ...]:
 @functools.cache
 def choices(cls: type) -> Mapping[str, tuple[Any, ...]]:
     """What may be chosen in the fields of a dataclass whose type is a Literal; None among it where None may stand."""
-    return {each.name: (*each.choices, *((None,) if each.optional else ())) for each in _fields(cls) if each.choices}
+    return {field.name: field.allowed for field in _fields(cls) if field.choices}
 
 
-def check_fields(config: object, numbers: Mapping[str, Numbers] = MappingProxyType({})) -> None:
-    """Refuse what no field of this dataclass takes; `numbers` says which ones a field takes, else every finite one.
+def check_fields(config: object) -> None:
+    """Refuse what no field of this dataclass takes: another type, an unknown choice, a number outside of its limits.
 
     Choices of a Literal by name; int and float (finite, and no bool); bool; str; tuples of these; other configurations.
     Fields of other types are not looked at.
     """
     for field in _fields(type(config)):
-        _check(field, getattr(config, field.name), numbers.get(field.name, ANY))
+        _check(field, getattr(config, field.name))
 
 
-def _check(field: _Field, x: object, numbers: Numbers) -> None:
+def _check(field: _Field, x: object) -> None:
     if field.choices:
-        check_name(field.name, x, (*field.choices, *((None,) if field.optional else ())))
+        check_name(field.name, x, field.allowed)
     elif x is None and field.optional:
         return
     elif field.kinds in ((int,), (float,)):
         whole = field.kinds == (int,)
-        check_number(field.name, x, numbers, whole=whole, optional=field.optional, fix=field.fix)
+        check_number(field.name, x, field.numbers, whole=whole, optional=field.optional, fix=field.fix)
     elif field.kinds == (bool,):
         check_flag(field.name, x)
     elif field.kinds == (str,):
         _check_text(field, x)
     elif get_origin(field.kinds[0]) is tuple:
-        _check_tuple(field, x, numbers)
+        _check_tuple(field, x)
     elif isinstance(field.kinds[0], type) and dataclasses.is_dataclass(field.kinds[0]):
         check_instance(field.name, x, cast(type, field.kinds[0]))
 
@@ -300,7 +312,7 @@ def _check_text(field: _Field, x: object) -> None:
         )
 
 
-def _check_tuple(field: _Field, x: object, numbers: Numbers) -> None:
+def _check_tuple(field: _Field, x: object) -> None:
     parts = get_args(field.kinds[0])
     kinds = get_args(parts[0]) or parts[:1]
     words = {int: "whole numbers", float: "numbers", str: "texts"}
@@ -315,13 +327,13 @@ def _check_tuple(field: _Field, x: object, numbers: Numbers) -> None:
             why="a tuple cannot change, and each of its elements has a meaning of its own",
             fix=f"{field.name}={listed!r}" if right_length and isinstance(x, list | int | str) else field.fix,
         )
-    for i, each in enumerate(cast("tuple[object, ...]", x)):
+    for i, element in enumerate(cast("tuple[object, ...]", x)):
         if float in kinds:
-            check_number(f"{field.name}[{i}]", each, numbers, fix=field.fix)
-        elif not isinstance(each, kinds) or isinstance(each, bool):
+            check_number(f"{field.name}[{i}]", element, field.numbers, fix=field.fix)
+        elif not isinstance(element, kinds) or isinstance(element, bool):
             raise ConfigError(
                 f"{field.name} must be a tuple of {text}",
-                got=f"{describe(each)} at position {i}",
+                got=f"{describe(element)} at position {i}",
                 why="nothing else can stand for a token" if int in kinds else "each of them is a name",
                 fix=field.fix,
             )

@@ -54,7 +54,7 @@ def clip_kl(
     method: ClipMethod,
     temperature: float = 1.0,
 ) -> Float[Tensor, "*shape"]:
-    """The part of a KL (in nats) that lies above a threshold.
+    """The part of a KL that lies above a threshold; KL, threshold and the temperature (the soft clip's width) in nats.
 
     Equation::
 
@@ -66,10 +66,6 @@ def clip_kl(
     Gradient: `hard` 0 below and 1 above, `soft` sigmoid((kl - threshold) / temperature): at temperature 1 and
     per-token units (threshold .05) that is .4875 at KL 0 and .5125 at KL .1, no clip at all. Clip totals.
     Shapes: any; `threshold` broadcasts.
-
-    Args:
-        kl, threshold: KL, and where the penalty begins, in nats.
-        method, temperature: `none`, `hard` or `soft`; width of the soft transition, in nats.
 
     Raises:
         UnknownNameError: an unknown method.
@@ -120,11 +116,8 @@ def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Te
     Equation: threshold * reference_length if `per_token`, else threshold. 0.1 nats/token * 50 tokens = 5 nats.
 
     The reference length must not depend on what was generated: an integer, a data column, or the reference policy's
-    own mean length measured once. Threshold times the *generated* length hands out budget per filler token.
-
-    Args:
-        threshold, per_token: nats per token, or nats.
-        reference_length: tokens; a number, or one per sequence.
+    own mean length measured once. Threshold times the *generated* length hands out budget per filler token. It is in
+    tokens, one number or one per sequence; the threshold in nats per token, or in nats.
 
     Raises:
         ConfigError: a negative threshold, or a per-token threshold without a positive reference length.
@@ -161,13 +154,11 @@ def gate_kl(
     """The KL m (in nats per sequence, detached) that the clip of each sequence is decided by.
 
     Equation: `sequence` the sequence's own; `group` and `batch` a mean, with `own` over all members, without it over
-    the others (leave-one-out). f being the clip and K the sequence's KL, the tangent f(m) + f'(m) (K - m) is charged.
-
+    the others (leave-one-out), of those that are `measured` (None: all); 0 if none is left. f being the clip and K the
+    sequence's KL, the tangent f(m) + f'(m) (K - m) is charged.
     Bias: without `own`, m does not depend on the tokens that the gate f'(m) multiplies, so that the expected gradient
     is E_others[f'(m)] grad KL, whatever the estimator of K. With `own` the two are correlated: right only where the
     gradient is that of the exact KL with the prefixes held fixed, and then that of f(mean of the members).
-
-    `measured` are the sequences that count in a mean (None: all); where none is left, m is 0.
 
     Raises:
         ShapeError: the batch is not a whole number of groups.

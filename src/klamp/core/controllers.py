@@ -1,21 +1,22 @@
-"""Controllers of beta: each turns the KL that was measured into the next coefficient; and schedules, factors on it.
+"""Controllers of beta, which turn the measured KL into the next coefficient; and schedules, factors on it.
 
 Feed a controller the exact KL or k3, in the unit of the logged metric and over the whole global batch; never a mean of
-k1, which can be negative. The value stays within [min_value, max_value], is never negative and never NaN. Each rule is
-a pure function, `controller.after(state, kl) -> state`; `update` keeps the state.
+k1, which can be negative. The value stays within [min_value, max_value] and is never NaN. A rule is a pure function,
+`controller.after(state, kl) -> state`; `update` keeps the state.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
+from dataclasses import KW_ONLY, MISSING, dataclass
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 from klamp.core.arguments import (
     ABOVE_0_TO_1,
     AT_LEAST_0,
     AT_LEAST_1,
+    COEFFICIENT,
     INSIDE_0_1,
     POSITIVE,
     check_fields,
@@ -23,22 +24,16 @@ from klamp.core.arguments import (
     check_number,
     describe,
     is_finite_number,
+    limited,
 )
-from klamp.errors import ConfigError, NonFiniteError, check_name
+from klamp.errors import ConfigError, NonFiniteError
 
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
-_DIVIDES = POSITIVE.but("the rule divides by it or scales with it", "")
-CONTROLLER_NUMBERS = {
-    "min_value": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use min_value=0.0"),
-    "target": _DIVIDES,
-    "horizon": _DIVIDES,
-    "clip": ABOVE_0_TO_1.but("it bounds a relative error of the KL", "0.2 is the default"),
-    "gain": INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.05 is the default"),
-    "lead": AT_LEAST_0.but("it looks so many steps ahead", "12 is the default"),
-    "landing": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", ""),
-}
-"""Which numbers the parameters of the controllers take; those of `KLConfig` that they come from take the same."""
+DIVISOR = POSITIVE.but("the rule divides by it or scales with it", "")
+CLIP = ABOVE_0_TO_1.but("it bounds a relative error of the KL", "0.2 is the default")
+GAIN = INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.05 is the default")
+LEAD = AT_LEAST_0.but("it looks so many steps ahead", "12 is the default")
 
 # Rounding of an exact KL in float32 can fall just below zero.
 _ROUNDING = -1e-6
@@ -50,7 +45,7 @@ class BetaState(NamedTuple):
     value: float
     level: float = -1.0  # the filtered KL, in targets; -1 before the first
     trend: float = 0.0  # how much the level rises in a step
-    landing: float = -1.0  # where to land, by the steps so far; -1 where none told
+    landing: float = -1.0  # where to land, by the steps so far; -1 if unknown
     landed: float = 0.0  # 1 once beta has been raised to it, which happens once
 
 
@@ -78,25 +73,17 @@ class FixedController:
     value: float
     """The coefficient to use now."""
     _: KW_ONLY
-    min_value: float = 0.0
+    min_value: float = limited(0.0, COEFFICIENT)
     max_value: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, CONTROLLER_NUMBERS)
-        why = "a negative coefficient rewards leaving the reference"
-        if not self.min_value <= self._upper:
-            raise ConfigError(
-                "the bounds of beta must satisfy 0 <= min_value <= max_value",
-                got=f"min_value={self.min_value}, max_value={self.max_value}",
-                why=why,
-                fix="use min_value=0.0",
-            )
+        check_fields(self)
         if not self.min_value <= self.value <= self._upper:
             raise ConfigError(
                 "beta must be a number within its bounds",
                 got=f"value={self.value}, min_value={self.min_value}, max_value={self.max_value}",
-                why=why,
-                fix="start between the bounds",
+                why="the controller holds beta between them",
+                fix="start between the bounds, min_value <= max_value",
             )
         self._take(self._start(float(self.value)))
 
@@ -108,8 +95,8 @@ class FixedController:
 
     def start_at(self, value: float) -> None:
         """Begin anew at a coefficient, bounded, that another controller came to; the rule's start is the lower one."""
-        begun = self._bounded(value)
-        self._take(self._start(self._bounded(min(value, self.value)))._replace(value=begun))
+        state = self._start(self._bounded(min(value, self.value)))
+        self._take(state._replace(value=self._bounded(value)))
 
     @property
     def _upper(self) -> float:
@@ -131,8 +118,8 @@ class FixedController:
     def after(self, state: BetaState, kl: float, n_steps: int = 1) -> BetaState:
         """The state after a measurement, see `update`; the same one where beta would overflow. Changes nothing."""
         check_number("n_steps", n_steps, AT_LEAST_1, whole=True)
-        found = self._next(state, _checked_kl(kl), n_steps)
-        bounded = found._replace(value=self._bounded(found.value))
+        following = self._next(state, _checked_kl(kl), n_steps)
+        bounded = following._replace(value=self._bounded(following.value))
         return bounded if math.isfinite(bounded.value) else state
 
     def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
@@ -159,8 +146,8 @@ class FixedController:
                 why=f"missing or not finite: {', '.join(missing)}",
                 fix="resume with the same kl_controller that wrote it",
             )
-        found = BetaState(**{name: state[name] for name in self._saved})
-        self._take(found._replace(value=self._bounded(found.value)))
+        saved = BetaState(**{name: state[name] for name in self._saved})
+        self._take(saved._replace(value=self._bounded(saved.value)))
 
 
 Controller = FixedController
@@ -170,27 +157,24 @@ Controller = FixedController
 class HoldController(FixedController):
     """Holds the KL at its target: acts in the log domain, on a filtered KL some steps ahead, and slowly.
 
-    The KL lags the weights by some ten steps and jitters by some 15 %, so that what is measured now is neither where
-    the KL is going nor what the last beta did. Level and trend of kl / target are filtered by Holt's exponential
-    smoothing, and beta follows where they lead. Equation, with the error clipped to [-1, 1]::
+    The KL lags the weights by some ten steps and jitters by some 15 %. Level and trend of kl / target are filtered by
+    Holt's exponential smoothing, and beta follows where they lead. Equation, with the error clipped to [-1, 1]::
 
         error = level + lead * trend - 1        log beta_{n+1} = log beta_n + gain * error
 
     Below half of the target beta is not lowered further than to its start: so small a KL says that nothing was learnt
-    yet, not that there is room. The steps there also tell where the target will be held, since their completions are
-    about the reference's: the beta of each (`landing`) enters a mean of squares over some nine steps. When the KL comes
-    up past the target, or so fast that it will (foreseen above 1.75 targets, or above 1.15 already), beta lands: it is
-    raised to that mean, once, since from a small start the slow rule would come too late. What raises nothing is no
-    landing. Its memory is beta itself, which stays within the bounds, so that nothing winds up while the KL does not
-    answer. Any other step of beta is at most a factor exp(gain), which leaves Adam's second moment as it was.
-    Measured: docs/controllers.md.
+    yet. The completions of those steps are about the reference's, so that they tell where the target will be held: the
+    beta of each (`landing`) enters a mean of squares over some nine steps. When the KL comes up past the target, or so
+    fast that it will (foreseen above 1.75 targets, or above 1.15 already), beta is raised to that mean, once. Any other
+    step is at most a factor exp(gain), which leaves Adam's second moment as it was. Beta itself is the memory, within
+    its bounds, so that nothing winds up while the KL does not answer. Measured: docs/controllers.md.
 
     Args:
         value, target: starting coefficient; the KL to hold, in the unit of the KL that `update` gets.
         gain: largest change of log beta in a step, in (0, 1).
         lead: steps ahead that it looks, about the lag of the KL behind the weights.
-        landing: the beta that a step puts the target at; None: it does not tell. Where none does, it lands at
-            0.3 / sqrt(target), for advantages of variance 1 and some five tokens. At 0 it never jumps.
+        landing: the beta that a step puts the target at; None: unknown. Without any it lands at 0.3 / sqrt(target), for
+            advantages of variance 1 and some five tokens. At 0 it never jumps.
 
     Raises:
         ConfigError: parameters out of range.
@@ -198,10 +182,10 @@ class HoldController(FixedController):
     Source: proportional-derivative control in the log domain, in velocity form; Holt's linear smoothing
     """
 
-    target: float
-    gain: float = 0.05
-    lead: float = 12.0
-    landing: float | None = None
+    target: float = limited(MISSING, DIVISOR)
+    gain: float = limited(0.05, GAIN)
+    lead: float = limited(12.0, LEAD)
+    landing: float | None = limited(None, COEFFICIENT)
 
     _saved = ("value", "level", "trend", "landing", "landed")
 
@@ -252,10 +236,8 @@ class StepController(FixedController):
     """Multiplies beta when the KL leaves a band around the target.
 
     Equation: beta * up if kl > high * target; beta * down if kl < low * target; else beta.
-    PPO's rule is up=2, down=0.5, high=1.5, low=1/1.5.
-
-    It lowers beta while nothing was learnt yet and winds up while the KL lags: towards 0.05 it took beta from 8e-4 to
-    547 and the reward from .88 to .60 (docs/controllers.md). `HoldController` holds a target.
+    PPO's rule is up=2, down=0.5, high=1.5, low=1/1.5. It winds up while the KL lags (docs/controllers.md);
+    `HoldController` holds a target.
 
     Args:
         value, target: starting coefficient; the KL to hold, in the unit of the KL that `update` gets.
@@ -268,7 +250,7 @@ class StepController(FixedController):
     Source: the GRPO tutorial (defaults; docs/sources.md); PPO arXiv:1707.06347
     """
 
-    target: float
+    target: float = limited(MISSING, DIVISOR)
     up: float = 1.5
     down: float = 0.75
     high: float = 1.5
@@ -295,8 +277,7 @@ def adaptive_kl_coefficient(kl_divergence: float, target_kl: float = 0.05, *, kl
 
     Equation: 1.5 kl_coefficient if kl > 1.5 target; 0.75 kl_coefficient if kl < 0.5 target; else kl_coefficient.
 
-    In a run the rule is `kl_controller="step"`. Before anything is learnt it takes a quarter off at every step, and
-    while the KL lags it goes on raising: it holds no target (docs/controllers.md); `kl_controller="hold"` does.
+    In a run the rule is `kl_controller="step"`. It holds no target (docs/controllers.md); `kl_controller="hold"` does.
 
     Args:
         kl_divergence: exact KL or mean k3, in the unit of the target; never a mean of k1, which can be negative.
@@ -316,9 +297,8 @@ def adaptive_kl_coefficient(kl_divergence: float, target_kl: float = 0.05, *, kl
 class ProportionalController(FixedController):
     """Ziegler's rule: beta grows or shrinks in proportion to the clipped relative error.
 
-    Equation: beta * (1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon).
-
-    Slow at a horizon of 100: towards 0.05 the KL stayed above 0.11 for 90 steps (docs/controllers.md).
+    Equation: beta * (1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon). Slow at a horizon of 100
+    (docs/controllers.md).
 
     Args:
         value, target: starting coefficient; the KL to hold.
@@ -331,9 +311,9 @@ class ProportionalController(FixedController):
     Source: arXiv:1909.08593
     """
 
-    target: float
-    horizon: int
-    clip: float = 0.2
+    target: float = limited(MISSING, DIVISOR)
+    horizon: int = limited(MISSING, DIVISOR)
+    clip: float = limited(0.2, CLIP)
 
     def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
         if n_steps > self.horizon:
@@ -347,33 +327,19 @@ class ProportionalController(FixedController):
         return BetaState(state.value * (1 + error * n_steps / self.horizon))
 
 
-def kl_schedule_factor(
-    step: int, total_steps: int, *, schedule: Schedule = "constant", warmup_steps: int = 0, end: float = 0.0
-) -> float:
+def kl_schedule_factor(step: int, total_steps: int, *, schedule: Schedule = "constant", warmup_steps: int = 0) -> float:
     """The factor on beta at a step (from 0) of so many, in [0, 1].
 
-    Equation (w = warmup_steps, x = (step - w) / (total_steps - w), e = end)::
+    Equation (w = warmup_steps, x = (step - w) / (total_steps - w))::
 
         step < w    step / w
         constant    1
-        linear      1 - (1 - e) x
-        cosine      e + (1 - e) (1 + cos(pi x)) / 2
-
-    Raises:
-        UnknownNameError: an unknown schedule.
-        ConfigError: a negative warm-up, or an end outside [0, 1].
+        linear      1 - x
+        cosine      (1 + cos(pi x)) / 2
     """
-    check_name("KL schedule", schedule, get_args(Schedule))
-    if warmup_steps < 0 or not 0 <= end <= 1:
-        raise ConfigError(
-            "the KL schedule needs warmup_steps >= 0 and an end in [0, 1]",
-            got=f"warmup_steps={warmup_steps}, end={end}",
-            why="the factor scales beta, which is never negative",
-            fix="warmup_steps=0 and end=0.0 are the defaults",
-        )
     if step < warmup_steps:
         return step / warmup_steps
     x = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     if schedule == "linear":
-        return 1 - (1 - end) * x
-    return 1.0 if schedule == "constant" else end + (1 - end) * (1 + math.cos(math.pi * x)) / 2
+        return 1 - x
+    return 1.0 if schedule == "constant" else (1 + math.cos(math.pi * x)) / 2

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from klamp.core.arguments import FLOATS, check_roles, check_tensors
 from klamp.core.masking import log_ratio, upcast
-from klamp.core.types import Direction, Estimator
-from klamp.errors import ConfigError, ShapeError, check_name
+from klamp.core.types import Direction, Estimator, refuse_positive
+from klamp.errors import ConfigError, DataError, ShapeError, check_name
 
 TokenFunction = Callable[[Tensor], Tensor]
 
@@ -143,6 +143,7 @@ def kl_estimate(
     Raises:
         TensorError: no tensors, no floating-point numbers, or two devices.
         ShapeError: the two tensors differ in shape.
+        DataError: log-probabilities above 0.
         UnknownNameError: an unknown estimator.
         ConfigError: `exact`, which needs logits; see `exact_kl`.
 
@@ -152,7 +153,9 @@ def kl_estimate(
         raise needs_logits("kl_estimate")
     check_name("KL estimator", estimator, ESTIMATORS)
     check_tensors(FLOATS, policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
-    return ESTIMATORS[estimator].value(log_ratio(policy_logprobs, ref_logprobs))
+    delta = log_ratio(policy_logprobs, ref_logprobs)
+    refuse_positive(policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
+    return ESTIMATORS[estimator].value(delta)
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -170,8 +173,7 @@ def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
 def _expectation(log_p: Tensor, log_q: Tensor) -> Tensor:
     """The sum over v of p_v (log p_v - log q_v); where p_v is 0, value and gradient are exactly 0.
 
-    The value is summed as q - p + p log(p/q), whose terms are never negative: the same number, since both sum to 1,
-    without the cancellation that makes a small KL negative in float32. The gradient is that of the plain sum.
+    The value is that of `divergence_terms`: the same number without cancellation. The gradient is the plain sum's.
     """
     empty = log_p.detach().exp() == 0  # also where it only rounds to 0, and times an infinite ratio would be NaN
     log_p_safe = torch.where(empty, torch.zeros_like(log_p), log_p)
@@ -199,6 +201,24 @@ DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def _check_logits(**logits: Tensor) -> None:
+    """Refuse probabilities and negative log-likelihoods: 64 rows at most, all positive, that make up 1."""
+    for name, given in logits.items():
+        rows = given.detach().flatten(0, -2)[:64] if given.ndim > 1 else given.detach()[None]
+        few = rows.numel() == 0 or rows.shape[-1] < 8  # logits of so few words may look like them
+        if few or given.is_meta or torch.compiler.is_compiling():
+            continue
+        close = max(1e-4, 2 * torch.finfo(given.dtype).eps)
+        for kind, x in (("probabilities", rows), ("negative log-likelihoods", (-rows).exp())):
+            if bool(((rows > 0) & ((x.sum(-1, keepdim=True) - 1).abs() < close)).all()):
+                raise DataError(
+                    f"{name} holds {kind}",
+                    got=f"positive rows that make up 1, the first entry {float(rows[0, 0]):.4f}",
+                    why="a softmax of them is another distribution, nearly the uniform one",
+                    fix="pass logits, or log-probabilities of the whole vocabulary",
+                )
+
+
 def exact_kl(
     policy_logits: Float[Tensor, "*shape vocab"],
     ref_logits: Float[Tensor, "*shape vocab"],
@@ -213,8 +233,7 @@ def exact_kl(
         forward = sum_v q_v (log q_v - log p_v) = KL(ref || policy)
         js      = (KL(p || m) + KL(q || m)) / 2
 
-    Sampler: none needed for the prefix itself; averaged over prefixes it is the Rao-Blackwellised estimate for
-    whoever sampled the prefixes.
+    Sampler: none for the prefix itself; averaged over prefixes it is the Rao-Blackwellised estimate for their sampler.
     Value: exact for the prefix, >= 0 up to rounding. A vocabulary entry with logit -inf has probability 0, and so has
     one whose probability rounds to 0. NaN where a row holds NaN or nothing but -inf, as padding does.
     Gradient: exact for the prefix, in the policy alone, 0 where the value is NaN; it leaves out what a token does to
@@ -225,6 +244,7 @@ def exact_kl(
         TensorError: no tensors, no floating-point numbers, or two devices.
         ShapeError: the logits differ in shape, or have no vocabulary.
         UnknownNameError: an unknown direction.
+        DataError: probabilities or negative log-likelihoods.
         ConfigError: policy and reference swapped (the reference carries the gradient).
 
     Source: arXiv:2504.10637 (Rao-Blackwellised estimation of the KL divergence between language models)
@@ -240,7 +260,8 @@ def exact_kl(
             fix="use the same tokens; where one vocabulary is padded further, cut both to the ids that they share, "
             "logits[..., :n], and count what is sampled beyond them as not scored",
         )
+    _check_logits(policy_logits=policy_logits, ref_logits=ref_logits)
     policy, ref = upcast(policy_logits), upcast(ref_logits.detach())
-    there = (policy.detach().amax(-1) + ref.amax(-1)).isfinite()  # chosen before the arithmetic: NaN * 0 is NaN
-    log_policy, log_ref = (torch.where(there[..., None], x, torch.zeros_like(x)).log_softmax(-1) for x in (policy, ref))
-    return torch.where(there, DIRECTIONS[direction](log_policy, log_ref), math.nan)
+    valid = (policy.detach().amax(-1) + ref.amax(-1)).isfinite()  # chosen before the arithmetic: NaN * 0 is NaN
+    log_policy, log_ref = (torch.where(valid[..., None], x, torch.zeros_like(x)).log_softmax(-1) for x in (policy, ref))
+    return torch.where(valid, DIRECTIONS[direction](log_policy, log_ref), math.nan)

@@ -19,9 +19,8 @@ have delta_t = f_t = 0, and then f is k3 always: the KL of a position is the gen
 whose gradient is the mean of delta grad log policy, as in the table. The mean of k1 over the kept tokens is no such
 divergence: it lacks their mass, ref - policy, and is lowered by moving it.
 
-klamp's own derivatives can be asked for the first one, by reverse mode. Their backward passes take saved coefficients
-as numbers: a second derivative through them would lack whatever the coefficients depend on, without a word, and
-torch.func cannot look into them at all. Anything else is refused in words.
+The backward passes take saved coefficients as numbers: a second derivative would lack what these depend on, and
+torch.func cannot look into them. Both are refused.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from torch import Tensor
 
 from klamp.core.arguments import FLOATS, MASKS, POSITIVE, check_number, check_roles, check_tensors
 from klamp.core.estimators import ESTIMATORS, TokenFunction, needs_logits
-from klamp.core.masking import future_sum, log_ratio, masked, masked_log_ratio
-from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues, Value
+from klamp.core.masking import future_sum, masked, masked_log_ratio
+from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues, Value, refuse_positive
 from klamp.errors import ConfigError, ShapeError, TensorError, check_name
 
 # Past this log-ratio exp(-delta) - 1 has lost nothing to the 1, and w * exp(-delta) must be one exponential: the
@@ -66,10 +65,10 @@ def first_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def applied(function: type[torch.autograd.Function], *given: Any) -> Any:
+def applied(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """What an autograd function of klamp's returns; torch.func and inference tensors are refused."""
     try:
-        return cast(Any, function).apply(*given)
+        return cast(Any, function).apply(*inputs)
     except RuntimeError as error:
         if "functorch" in str(error):
             raise ConfigError(
@@ -117,15 +116,14 @@ def log_weights(
     horizon: Horizon,
     max_weight: float | None = None,
 ) -> TokenValues:
-    """The logarithm of each token's off-policy weight, policy / sampler, detached, in nats.
+    """The logarithm of each token's off-policy weight, policy / sampler, detached, in nats; 0 without a sampler.
 
     Equation: `token` log w_t = log policy_t - log behavior_t; `sequence` the sum over j <= t: the ratio of the whole
-    prefix, which is what makes an off-policy sum over tokens exact. Without behaviour log-probabilities it is 0.
-    `max_weight` truncates the weight (biased, bounded variance; count how often with `truncated_share`).
+    prefix, which makes an off-policy sum over tokens exact. `max_weight` truncates the weight (biased).
     """
     if behavior_logprobs is None:
         return torch.zeros_like(masked(policy_logprobs.detach(), mask))
-    log_w = masked(log_ratio(policy_logprobs.detach(), behavior_logprobs.detach()), mask)
+    log_w = masked_log_ratio(policy_logprobs, behavior_logprobs, mask)
     if horizon == "sequence":
         log_w = log_w.cumsum(-1)
     return log_w if max_weight is None else log_w.clamp(max=math.log(max_weight))
@@ -176,10 +174,7 @@ COEFFICIENTS: dict[tuple[str, str], Callable[[Estimator, Tensor, Tensor], Tensor
 
 
 def saturation(dtype: torch.dtype) -> float:
-    """The largest value of one token that a loss takes in, in nats: the largest number of the type over 1e8.
-
-    So sums of many tokens stay finite. k3 reaches it where the policy is 70 nats below the reference (float32).
-    """
+    """The largest value of a token in a loss, in nats, so that sums stay finite; k3 reaches it at 70 nats (float32)."""
     return torch.finfo(dtype).max * 1e-8
 
 
@@ -189,7 +184,7 @@ def saturated(value: Tensor, delta: Tensor) -> Tensor:
 
 
 def check_gradient_choice(value: str, gradient: str, horizon: str) -> None:
-    """Refuse unknown names of estimators, gradients and horizons, and gradient `own` with horizon `sequence`."""
+    """Refuse unknown names of estimators, gradients and horizons, and gradients without a sequence horizon."""
     check_name("KL estimator", value, get_args(Value))
     check_name("KL gradient", gradient, get_args(Gradient))
     check_name("KL horizon", horizon, get_args(Horizon))
@@ -199,6 +194,13 @@ def check_gradient_choice(value: str, gradient: str, horizon: str) -> None:
             got=f"gradient='own', horizon='sequence', value={value!r}",
             why="an estimator's own gradient is that of one token; the future terms belong to a divergence",
             fix="use gradient='reverse' or 'forward' with horizon='sequence', or horizon='token'",
+        )
+    if (value, gradient, horizon) == ("exact", "forward", "sequence"):
+        raise ConfigError(
+            "the exact forward KL has no sequence horizon",
+            got="gradient='forward', horizon='sequence', value='exact'",
+            why="its prefixes would have to be sampled from the reference",
+            fix="use kl_estimator='k3' with kl_gradient='forward'",
         )
 
 
@@ -215,9 +217,8 @@ def penalty_from_weights(
 ) -> TokenValues:
     """The penalty of `kl_penalty` for a log-ratio and log-weight that were computed (and detached) before.
 
-    `kl_mask` marks the tokens that carry the KL, and `delta` is 0 elsewhere. The value of the others is 0; with
-    horizon `sequence` they keep a gradient, for what they do to the KL of later tokens. The gradient is that of the
-    generalised KL over the kept tokens (top of this module), for which k3 alone is unbiased.
+    `kl_mask` marks the tokens that carry the KL; `delta` and the value of the others are 0. With horizon `sequence`
+    they keep a gradient: that of the generalised KL (top of this module), for which k3 alone is unbiased.
     """
     if kl_mask is not None and (horizon, gradient) == ("sequence", "forward"):
         raise ConfigError(
@@ -228,8 +229,8 @@ def penalty_from_weights(
         )
     carried = mask if kl_mask is None else kl_mask
     later: Estimator = "k3" if kl_mask is not None and horizon == "sequence" else value
-    felt = mask if horizon == "sequence" else carried
-    coefficient = masked(COEFFICIENTS[horizon, gradient](later, log_w, delta), felt)
+    pulled = mask if horizon == "sequence" else carried
+    coefficient = masked(COEFFICIENTS[horizon, gradient](later, log_w, delta), pulled)
     weighted = masked(weighted_value(value, log_w, delta), carried)
     finite = coefficient.isfinite().all(-1, keepdim=True)
     weighted = torch.where(finite, saturated(weighted, delta), weighted)
@@ -274,6 +275,7 @@ def kl_penalty(
     Raises:
         TensorError: no tensors, no floating-point numbers, a mask that is not boolean, or two devices.
         ShapeError: shapes differ, or there is no dimension of tokens.
+        DataError: log-probabilities above 0.
         UnknownNameError: an unknown value, gradient or horizon.
         ConfigError: gradient `own` with horizon `sequence`, a bound that is not positive, or policy and reference
             swapped (the reference carries the gradient).
@@ -300,7 +302,10 @@ def kl_penalty(
         )
     delta = masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio)
     log_w = log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon, max_weight=max_weight)
-    return penalty_from_weights(policy_logprobs, delta, log_w, mask, value=value, gradient=gradient, horizon=horizon)
+    choices: Any = {"value": value, "gradient": gradient, "horizon": horizon}
+    penalty = penalty_from_weights(policy_logprobs, delta, log_w, mask, **choices)
+    refuse_positive(mask, policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
+    return penalty
 
 
 def exact_penalty(
@@ -319,12 +324,10 @@ def exact_penalty(
     Equation: gradient of term t = w_t grad exact_t, plus, with horizon `sequence`, sg(sum_{j > t} rho_j exact_j)
     grad log policy_t: the Rao-Blackwellised gradient of the KL over sequences.
 
-    Value: w_t * exact_t. Off-policy, the weight of position t is that of the prefix *before* t, since the vocabulary
-    at t is summed over, not sampled. `log_w` holds inclusive weights; this function shifts them by one.
+    Value: w_t * exact_t. The weight of position t is that of the prefix *before* t, since the vocabulary at t is summed
+    over, not sampled: the inclusive weights `log_w` are shifted by one.
     Gradient: `reverse` and `own` differentiate `exact`; `forward` differentiates `surrogate`, the exact forward KL.
     `kl_mask` marks the positions that carry the KL; with horizon `sequence` the others keep the gradient of later ones.
-    Where it depends on the drawn token, horizon `token` holds the share of kept draws at each prefix fixed; `KLConfig`
-    refuses horizon `sequence`, which follows no gradient.
 
     Source: arXiv:2504.10637
     """
@@ -341,12 +344,6 @@ def exact_penalty(
     source = masked(exact if gradient != "forward" or surrogate is None else surrogate, carried)
     penalty = value + before * (source - source.detach())
     if horizon == "sequence":
-        if gradient == "forward":
-            raise ConfigError(
-                "the exact forward gradient has no sequence horizon under samples of the policy",
-                why="its prefixes would have to come from the reference",
-                fix="use kl_estimator='k3' with kl_gradient='forward' and kl_horizon='sequence'",
-            )
         penalty = penalty + with_gradient(torch.zeros_like(value), future_sum(value), policy_logprobs)
     return masked(penalty, mask)
 
@@ -363,6 +360,6 @@ def saturated_share(delta: TokenValues, mask: Mask) -> Tensor:
     return share_of(ESTIMATORS["k3"].value(delta) > saturation(delta.dtype), mask)
 
 
-def share_of(found: Mask, mask: Mask) -> Tensor:
-    """The share of the unmasked tokens that were found, in [0, 1]; 0 where all are masked."""
-    return (found & mask).sum() / mask.sum().clamp(min=1)
+def share_of(marked: Mask, mask: Mask) -> Tensor:
+    """The share of the unmasked tokens that are marked, in [0, 1]; 0 where all are masked."""
+    return (marked & mask).sum() / mask.sum().clamp(min=1)

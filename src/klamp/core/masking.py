@@ -12,11 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from klamp.core.arguments import (
-    POSITIVE,
-    check_instance,
-    check_number,
-)
+from klamp.core.arguments import POSITIVE, check_instance, check_number
 from klamp.core.types import LogProbs, LossPart, Mask, Reduction, TokenValues
 from klamp.errors import ConfigError, ShapeError, check_name
 
@@ -40,9 +36,21 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def check_one_per_token(name: str, x: Tensor, mask: Tensor) -> None:
+    """Refuse numbers for a whole vocabulary where there must be one for each token."""
+    if x.shape[:-1] == mask.shape:
+        raise ShapeError(
+            f"{name} have a dimension of the vocabulary",
+            got=f"values {tuple(x.shape)}, mask {tuple(mask.shape)}",
+            why="these are logits, or whole distributions; a token's log-probability is one number",
+            fix="logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0], or exact_kl for the whole distributions",
+        )
+
+
 def masked(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The values in float32 or wider, with exactly 0 wherever the mask is False, even over NaN and inf."""
     if x.shape != mask.shape:
+        check_one_per_token("the values", x, mask)
         raise ShapeError(
             "the mask does not fit the values",
             got=f"values {tuple(x.shape)}, mask {tuple(mask.shape)}",
@@ -55,8 +63,8 @@ def masked(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Te
 
 def masked_sum(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None) -> Tensor:
     """Sum of the unmasked values, over everything or over one dimension."""
-    kept = masked(x, mask)
-    return kept.sum() if dim is None else kept.sum(dim)
+    x = masked(x, mask)
+    return x.sum() if dim is None else x.sum(dim)
 
 
 def masked_mean(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None) -> Tensor:
@@ -114,14 +122,11 @@ def reduce_tokens(
         fixed_length    sum_i sum_t x_it / (B L)
 
     Shapes: `x`, `mask` [B, T] -> scalar. A sequence without tokens counts as 0.
-    Gradient: that of the equation; masked positions get exactly 0.
 
     Args:
-        x, mask: values of tokens; True = counts.
-        reduction, length: which equation; L of `fixed_length`.
         totals, part: the size of the whole batch, of which this is a micro-batch, so that micro-batches add up exactly;
             which of its tokens a mean divides by.
-        counted: the tokens that n_i counts, where those are fewer than the ones that are summed.
+        counted: the tokens that n_i counts; None: all in `mask`.
 
     Source: GRPO arXiv:2402.03300 (sequence_mean), DAPO arXiv:2503.14476 (token_mean), Dr. GRPO arXiv:2503.20783
     (fixed_length).

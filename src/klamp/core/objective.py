@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -11,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from klamp.core import surrogates
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields, check_instance, check_number
+from klamp.core.arguments import AT_LEAST_1, COEFFICIENT, check_fields, check_instance, check_number, limited
 from klamp.core.masking import Totals, check_totals, masked, masked_mean, reduce_tokens
 from klamp.core.penalty import kl_metrics, mean_penalty, penalty_name, shifted_advantages
 from klamp.core.surrogates import Trusted, TrustRegion
@@ -19,15 +20,6 @@ from klamp.core.term import KLTerm, Weighted, prepare, prepare_terms
 from klamp.core.types import HELD, Advantages, Batch, LossOutput, Reduction, check_batch
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
-
-
-OBJECTIVE_NUMBERS = {
-    "clip_low": surrogates.CLIP_LOW,
-    "clip_high": surrogates.CLIP_HIGH,
-    "max_length": AT_LEAST_1,
-}
-"""Which numbers the fields of `Objective` take."""
-COEFFICIENT = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 for no KL")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +32,13 @@ class Objective:
 
     surrogate: SurrogateName = "ppo_clip"
     """Policy loss."""
-    clip_low: float = 0.2
+    clip_low: float = limited(0.2, surrogates.CLIP_LOW)
     """Ratio bound below 1."""
-    clip_high: float = 0.2
+    clip_high: float = limited(0.2, surrogates.CLIP_HIGH)
     """Ratio bound above 1."""
     reduction: Reduction = "sequence_mean"
     """How per-token values become one number."""
-    max_length: int | None = None
+    max_length: int | None = limited(None, AT_LEAST_1)
     """L of the reduction `fixed_length`."""
     terms: tuple[Weighted, ...] = ()
     """KL terms, each with its coefficient; coefficient 0 takes one out of the loss altogether."""
@@ -54,7 +46,7 @@ class Objective:
     """What bounds the policy loss's weight old policy / sampler; by default nothing."""
 
     def __post_init__(self) -> None:
-        check_fields(self, OBJECTIVE_NUMBERS)
+        check_fields(self)
         for weighted in self.terms:
             check_instance("terms", weighted, Weighted, fix="pass a tuple of Weighted(coefficient, KLTerm(...))")
             coefficient, term = weighted
@@ -90,7 +82,8 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
 
     Equation: R[v_t surrogate_t] + sum_k beta_k R_k[penalty_kt], R and R_k the reductions, v the weight of the trust
     region to the sampler (1 without one; the KL terms have weights of their own). With placement `advantage` a KL
-    shifts the advantages instead; with `reward` it is in the advantages already; with coefficient 0 there is none.
+    shifts the advantages instead, and the trust region drops none of it; with `reward` it is in the advantages already;
+    with coefficient 0 there is none.
 
     Sampler: the old policy (`old_logprobs`), or the policy itself.
     Gradient: that of the surrogate plus beta_k times that of each penalty (`kl_penalty`), gated where a KL is clipped.
@@ -123,14 +116,19 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
             advantages = shifted_advantages(advantages, prepared, beta=coefficient)
     bounds = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
     bounds = {} if objective.surrogate == "score_function" else bounds
-    tokens = SURROGATES[objective.surrogate](policy, old, advantages, **bounds)
+    surrogate = functools.partial(SURROGATES[objective.surrogate], policy, old, **bounds)
+    tokens = surrogate(advantages)
     metrics = {"beta": torch.as_tensor(objective.beta, dtype=policy.dtype)}
     if objective.surrogate == "ppo_clip":
         clipped = surrogates.ratio_clipped(policy.detach(), old, advantages, **bounds)
         metrics["policy/ratio_clipped"] = masked_mean(clipped.float(), mask)
-    if objective.trust.there:
+    if objective.trust.is_set:
         trusted = Trusted.of(batch, objective.trust)
-        tokens, metrics = trusted.weights * tokens, metrics | trusted.metrics(batch)
+        of_kl: Tensor | float = 0.0
+        if advantages is not batch.advantages:
+            of_reward = surrogate(batch.advantages)
+            tokens, of_kl = of_reward, trusted.kl_weights * (tokens - of_reward)
+        tokens, metrics = trusted.weights * tokens + of_kl, metrics | trusted.metrics(batch)
     size: dict[str, Any] = {"length": objective.max_length, "totals": totals}
     loss = reduce_tokens(tokens, mask, objective.reduction, **size)
     metrics["train/policy_loss"] = loss.detach()
@@ -144,13 +142,11 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
 
 
 def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch"]:
-    """Sequences that the gradient of `grpo_loss` is exactly 0 in, whatever the policy says of them. [B]
+    """Sequences that contribute no gradient to `grpo_loss`; values and metrics still need them. [B]
 
-    That is: no token is trained, or every advantage is 0 and no KL pulls: its coefficient is 0, it is in the reward
-    (and so in the advantages), it has no gradient, no token carries it, or its clip is closed.
-
-    A pass that only serves the gradient can leave them out; values and metrics still need them. Where the KL is
-    clipped and its anchor has no `gate`, the gate is computed from the batch's own log-probabilities.
+    No token is trained, or every advantage is 0 and no KL pulls: its coefficient is 0, it is in the reward (and so in
+    the advantages), it has no gradient, no token carries it, or its clip is closed (by the anchor's `gate`, or by one
+    computed from this batch).
     """
     advantages = batch.advantages if batch.advantages.ndim == 2 else batch.advantages.unsqueeze(-1)
     moved = ((advantages != 0) & batch.mask).any(-1)

@@ -1,9 +1,8 @@
 """What a KL term does to a batch, without beta: the penalty of the loss, the shift of reward or advantage, the metrics.
 
-A trainer that has a loss of its own adds `token_penalty` to it, or shifts its advantages by `shifted_advantages`;
-`grpo_loss` does the same. Of reward and advantage, only k1 belongs there: as a factor of the score function it gives
-the gradient of KL(policy || ref); k3 gives the reverse minus the forward gradient, which cancels to first order near
-the reference.
+A trainer that has a loss of its own adds `token_penalty` to it, or shifts its advantages by `shifted_advantages`, like
+`grpo_loss`. In reward and advantage only k1 gives the gradient of KL(policy || ref), as a factor of the score function;
+k3 gives the reverse minus the forward gradient, which cancels to first order near the reference.
 """
 
 from __future__ import annotations
@@ -35,7 +34,18 @@ from klamp.core.masking import (
 )
 from klamp.core.surrogates import per_token
 from klamp.core.term import Prepared
-from klamp.core.types import HELD, Advantages, Estimator, Horizon, LogProbs, LossPart, Mask, Reduction, TokenValues
+from klamp.core.types import (
+    FORBIDDEN,
+    HELD,
+    Advantages,
+    Estimator,
+    Horizon,
+    LogProbs,
+    LossPart,
+    Mask,
+    Reduction,
+    TokenValues,
+)
 from klamp.errors import ConfigError, NonFiniteError
 
 
@@ -50,16 +60,13 @@ def kl_in_advantage(
     max_log_ratio: float | None = None,
     kl_mask: Mask | None = None,
 ) -> TokenValues:
-    """The advantages minus beta times the KL, after they were normalised: beta keeps its meaning in every group.
+    """The advantages minus beta times the KL, after they were normalised, so that beta means the same in every group.
 
     Equation: token A_t - beta delta_t; sequence A_t - beta sum_{j >= t} delta_j (reward-to-go). With `kl_mask` delta is
     0 outside of it and the later terms are k3: A_t - beta (delta_t + sum_{j > t} k3_j).
-
-    Sampler: the policy that `policy_logprobs` belong to.
-    Gradient: none here; through the score function `sequence` gives the gradient of KL(policy || ref) over sequences,
-    `token` that of the KL at each sampled prefix; with `kl_mask` of the generalised KL over the kept tokens, see
-    `klamp.core.gradients`.
-    Shapes: advantages [B] or [B, T], the others [B, T] -> [B, T]. `beta` may be a tensor that broadcasts over [B, T].
+    Gradient: through the score function `sequence` gives the gradient of KL(policy || ref) over sequences, `token` that
+    of the KL at each sampled prefix; with `kl_mask` of the generalised KL (see `klamp.core.gradients`).
+    Shapes: advantages [B] or [B, T], `beta` a number or broadcast over [B, T], the others [B, T] -> [B, T].
 
     Source: FRPO arXiv:2601.10201 (reward-to-go)
     """
@@ -73,7 +80,7 @@ def kl_in_advantage(
 
 
 def _log_weights(prepared: Prepared) -> Tensor:
-    """The off-policy log-weights of the penalty; the prefix ratio runs over all trained tokens, excluded ones too."""
+    """The off-policy log-weights; the prefix ratio runs over all trained tokens, excluded ones too."""
     term, batch = prepared.term, prepared.batch
     if term.off_policy == "none" or (term.of_prefixes and term.off_policy == "token"):
         return torch.zeros_like(prepared.log_ratio)
@@ -90,17 +97,11 @@ def _log_weights(prepared: Prepared) -> Tensor:
 
 
 def token_penalty(prepared: Prepared) -> TokenValues:
-    """The penalty of each token of a batch in nats, without beta: what a loss adds.
+    """The penalty of each token of a batch in nats, without beta: what a loss adds. [B, T]
 
     Equation: c_i * gate_i(penalty_it), penalty as in `kl_penalty` (or `exact_penalty`), c_i the sequence's weight. A KL
     that is read at each prefix and holds a sampled tail (`topk_kl`) was given the token's own weight there.
-
-    Sampler: the policy, or with `off_policy` the batch's sampler.
     Value and gradient: the term's, clipped if it has a clip; masked and excluded tokens are exactly 0.
-    Shapes: see `Batch` -> [B, T].
-
-    Args:
-        prepared: the term on scored completions, from `prepare`.
 
     Raises:
         ConfigError: the KL at each prefix or the sampler's log-probabilities are asked for and missing.
@@ -157,19 +158,17 @@ def shifted_rewards(rewards: Float[Tensor, " batch"], prepared: Prepared, *, bet
 
     Equation: r_i - beta k_i, with k_i the sum of k1 over the completion in nats, of the policy that sampled (a mean
     could be lowered by writing more). Without a clip, for which see `advantages_with_kl`.
-    Gradient: none here; through the score function it is the gradient of KL(policy || ref) over sequences, provided
-    that the advantages are not divided by the group's standard deviation: in a saturated group that division makes
-    beta drop out. Tokens can be left out of k_i by their position only: left out by what they are, the gradient is
-    that of no KL (one number per completion cannot hold delta_t for its own token and k3_j for the later ones).
+    Gradient: through the score function that of KL(policy || ref) over sequences, if advantages are not divided by the
+    group's standard deviation (in a saturated group beta drops out) and tokens are left out by their position only.
 
     Source: arXiv:1909.08593; kl-placement and its failure with std-normalised advantages: docs/concepts
     """
-    return upcast(rewards) - beta * _spent(prepared)
+    return upcast(rewards) - beta * _completion_kl(prepared)
 
 
-def _spent(prepared: Prepared) -> Float[Tensor, " batch"]:
-    spent = masked_sum(prepared.bounded, prepared.carried, -1)
-    return spent if prepared.scored.weight is None else spent * prepared.scored.weight
+def _completion_kl(prepared: Prepared) -> Float[Tensor, " batch"]:
+    k1 = masked_sum(prepared.bounded, prepared.carried, -1)
+    return k1 if prepared.scored.weight is None else k1 * prepared.scored.weight
 
 
 def advantages_with_kl(
@@ -178,31 +177,27 @@ def advantages_with_kl(
     """The advantages of rewards from which the KL of each completion was taken, clipped if the term has a clip. [B]
 
     Equation: A(r) - beta g_i A(k)_i, A = `advantages`, g the gate's factor, k as in `shifted_rewards`; without a clip
-    A(r - beta k), the same wherever A is linear (scale `none`).
-
-    Gradient: through the score function E[g_i] grad KL(policy || ref). The gate comes after the baseline: that of
-    r - beta g k would hold the others' gates, which depend on this completion's tokens.
+    A(r - beta k). The baseline of r - beta g k would hold the others' gates, which depend on this completion's tokens.
+    Gradient: through the score function E[g_i] grad KL(policy || ref).
     """
     if prepared.gate is None:
         return advantages(shifted_rewards(rewards, prepared, beta=beta))
-    return advantages(rewards) - beta * prepared.gate.factor * advantages(_spent(prepared))
+    return advantages(rewards) - beta * prepared.gate.factor * advantages(_completion_kl(prepared))
 
 
 def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: float) -> TokenValues:
     """Advantages minus beta times the KL of each token (or of it and all later ones), in units of the advantage. [B, T]
 
-    As `kl_in_advantage`, with the clip's factor and the sequence's weight on beta. The KL to a reference is that
-    of the old policy, which sampled the tokens. To a teacher it is that of the present one: under the surrogate's
-    ratios the old one's would follow KL(policy || teacher) less KL(policy || old).
+    As `kl_in_advantage`, with the clip's factor and the sequence's weight on beta. The KL is that of the present
+    policy: under the surrogate's ratios the old one's would follow KL(policy || anchor) less KL(policy || old).
     """
-    term, batch, now = prepared.term, prepared.batch, prepared.batch.policy_logprobs.detach()
-    old = now if batch.old_logprobs is None or term.anchor == "teacher" else batch.old_logprobs
-    factor = torch.ones_like(batch.mask[:, 0], dtype=old.dtype) if prepared.gate is None else prepared.gate.factor
+    term, batch, policy = prepared.term, prepared.batch, prepared.batch.policy_logprobs.detach()
+    factor = torch.ones_like(batch.mask[:, 0], dtype=policy.dtype) if prepared.gate is None else prepared.gate.factor
     if prepared.scored.weight is not None:
         factor = factor * prepared.scored.weight
     return kl_in_advantage(
         advantages,
-        old,
+        policy,
         prepared.scored.logprobs,
         prepared.carried,
         beta=beta * factor.unsqueeze(-1),
@@ -219,12 +214,13 @@ def kl_metrics(prepared: Prepared) -> dict[str, Tensor]:
 
 
 def _anchor_metrics(prepared: Prepared) -> dict[str, Tensor]:
-    name, delta, carried, kl = prepared.term.anchor, prepared.bounded, prepared.carried, prepared.scored.kl
-    value = ESTIMATORS["k3"].value(delta) if kl is None else kl.detach()
+    name, delta, carried, kl = prepared.term.anchor, prepared.log_ratio, prepared.carried, prepared.scored.kl
+    allowed = carried & (prepared.scored.logprobs > FORBIDDEN)  # the share below counts the others
+    kl_values = masked_mean(ESTIMATORS["k3"].value(delta), allowed) if kl is None else masked_mean(kl.detach(), carried)
     return {
-        f"{name}/k1": masked_mean(delta, carried),
-        f"{name}/kl": masked_mean(value, carried),
-        f"{name}/log_ratio_clamped": share_of(prepared.log_ratio != delta, carried),
+        f"{name}/k1": masked_mean(delta, allowed),
+        f"{name}/kl": kl_values,
+        f"{name}/log_ratio_clamped": share_of(delta != prepared.bounded, carried),
         f"{name}/unscored": share_of(~carried, prepared.batch.mask),
     }
 

@@ -4,15 +4,17 @@ Each loss is to be minimised: its gradient raises the probability of good tokens
 advantages [B] or [B, T], and return [B, T]. r = policy / old = exp(log policy - log old), A = advantage, sg =
 stop-gradient.
 
-The trust region says which of the sampler's tokens the loss still listens to, and by how much; all is counted.
-w = old policy / sampler of a token, or of its whole completion (a product, the ratio of the sequences). With w as the
-weight, the surrogate's gradient is that of tokens which the old policy drew; bounding it trades that for less noise:
+The trust region weighs the sampler's tokens by w = old policy / sampler, of a token or of its whole completion. With w
+the surrogate's gradient is that of tokens which the old policy drew; bounding w trades that for less noise:
 
     truncate    min(max(w, low), high): biased towards the sampler, and bounded
     mask        w where low <= w <= high, else 0: what is far is dropped
 
-DeepSeek-V3.2's mask is another: it drops completions of a negative advantage which the policy has left, those whose
-mean log(sampler / policy) exceeds a threshold. Each of them changes which objective is followed.
+DeepSeek-V3.2's mask drops completions of a negative advantage whose mean log(sampler / policy) exceeds a threshold.
+Each of them changes which objective is followed.
+
+A mask is decided by the advantage of the reward. A KL in the advantage stays outside of it, with the weight w of its
+own token: masked with the rest, its gradient would be off by a quarter and more, and where the policy moved most.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
-from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, POSITIVE, check_fields, check_number
+from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, POSITIVE, check_fields, limited
 from klamp.core.gradients import share_of
-from klamp.core.masking import log_ratio, masked, masked_sum, upcast
+from klamp.core.masking import log_ratio, masked_log_ratio, masked_mean, masked_sum, upcast
 from klamp.core.types import Advantages, Batch, LogProbs, TokenValues
 from klamp.errors import ConfigError
 
@@ -40,7 +42,7 @@ def per_token(advantages: Advantages, like: TokenValues) -> TokenValues:
 
 def importance_ratio(policy_logprobs: LogProbs, old_logprobs: LogProbs) -> TokenValues:
     """The ratio r of each token, with the old policy detached."""
-    return (upcast(policy_logprobs) - upcast(old_logprobs.detach())).exp()
+    return log_ratio(policy_logprobs, old_logprobs.detach()).exp()
 
 
 _BOUNDS = (
@@ -51,12 +53,6 @@ CLIP_LOW, CLIP_HIGH = FROM_0_TO_1.but(*_BOUNDS), AT_LEAST_0.but(*_BOUNDS)
 """Which ratio bounds below and above 1 there are."""
 
 
-def check_clip_range(clip_low: float, clip_high: float) -> None:
-    """Refuse ratio bounds that are no distances from 1."""
-    check_number("clip_low", clip_low, CLIP_LOW)
-    check_number("clip_high", clip_high, CLIP_HIGH)
-
-
 def ppo_clip(
     policy_logprobs: LogProbs,
     old_logprobs: LogProbs,
@@ -65,20 +61,14 @@ def ppo_clip(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> TokenValues:
-    """The clipped surrogate of PPO and GRPO, per token, to be minimised.
+    """The clipped surrogate of PPO and GRPO, per token, to be minimised; the old policy sampled.
 
     Equation: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
-
-    Sampler: the old policy.
     Gradient: -r A grad log policy inside the bounds, 0 where the ratio has already moved past them in the direction
     of the advantage.
 
-    Raises:
-        ConfigError: bounds that are not distances from 1.
-
     Source: PPO arXiv:1707.06347; separate bounds DAPO arXiv:2503.14476
     """
-    check_clip_range(clip_low, clip_high)
     ratio = importance_ratio(policy_logprobs, old_logprobs)
     a = per_token(advantages, ratio)
     return -torch.minimum(ratio * a, ratio.clamp(1 - clip_low, 1 + clip_high) * a)
@@ -92,32 +82,23 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 0.28,
 ) -> TokenValues:
-    """The clipped importance-weight loss of CISPO, per token, to be minimised.
+    """The clipped importance-weight loss of CISPO, per token, to be minimised; the old policy sampled.
 
     Equation: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy.
-
-    Sampler: the old policy.
     Gradient: -clip(r) A grad log policy: every token keeps a gradient, the weight is bounded. The paper has no lower
     bound, which is clip_low = 1; LossConfig's epsilon of 0.2 cuts weights below 0.8.
 
-    Raises:
-        ConfigError: bounds that are not distances from 1.
-
     Source: MiniMax-M1 arXiv:2506.13585
     """
-    check_clip_range(clip_low, clip_high)
     ratio = importance_ratio(policy_logprobs, old_logprobs).detach()
     a = per_token(advantages, ratio)
     return -ratio.clamp(1 - clip_low, 1 + clip_high) * a * upcast(policy_logprobs)
 
 
 def score_function(policy_logprobs: LogProbs, old_logprobs: LogProbs, advantages: Advantages) -> TokenValues:
-    """The plain score-function loss (REINFORCE), per token, to be minimised.
+    """The plain score-function loss (REINFORCE), per token, to be minimised; biased off-policy.
 
-    Equation: -A log policy. The old log-probabilities are not used.
-
-    Sampler: the policy itself; off-policy it is biased.
-    Gradient: -A grad log policy.
+    Equation: -A log policy; the old log-probabilities are not used.
     """
     return -per_token(advantages, policy_logprobs) * upcast(policy_logprobs)
 
@@ -138,12 +119,9 @@ def ratio_clipped(
 
 TrustMode: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
-TRUST_NUMBERS = {
-    "high": POSITIVE.but("it bounds a ratio of probabilities from above", "3.0 is TRL's"),
-    "low": AT_LEAST_0.but("it bounds a ratio of probabilities from below", "leave it out for no lower bound"),
-    "threshold": POSITIVE.but("it is a mean log-ratio in nats per token", "0.5 is a usual value"),
-}
-"""Which numbers the bounds take."""
+TRUST_LOW = AT_LEAST_0.but("it bounds a ratio of probabilities from below", "leave it out for no lower bound")
+TRUST_HIGH = POSITIVE.but("it bounds a ratio of probabilities from above", "3.0 is TRL's")
+TRUST_THRESHOLD = POSITIVE.but("it is a mean log-ratio in nats per token", "0.5 is a usual value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,15 +136,15 @@ class TrustRegion:
 
     mode: TrustMode | None = None
     """By token or by sequence, truncated or masked; None: no weight."""
-    low: float | None = None
-    """Lower bound of the ratio; None: 0."""
-    high: float | None = 3.0
-    """Upper bound of the ratio; None: none."""
-    threshold: float | None = None
-    """Mean log(sampler / policy) in nats per token past which a completion of negative advantage is dropped."""
+    low: float | None = limited(None, TRUST_LOW)
+    """Lower bound of the ratio old policy / sampler; None: none."""
+    high: float | None = limited(3.0, TRUST_HIGH)
+    """Upper bound of the ratio old policy / sampler; None: none. How often it binds is logged."""
+    threshold: float | None = limited(None, TRUST_THRESHOLD)
+    """Drop completions of negative advantage whose mean log(sampler/policy) exceeds this, in nats per token."""
 
     def __post_init__(self) -> None:
-        check_fields(self, TRUST_NUMBERS)
+        check_fields(self)
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ConfigError(
                 "the bounds of the ratio to the sampler cross",
@@ -176,7 +154,7 @@ class TrustRegion:
             )
 
     @property
-    def there(self) -> bool:
+    def is_set(self) -> bool:
         """Whether it does anything."""
         return self.mode is not None or self.threshold is not None
 
@@ -187,6 +165,8 @@ class Trusted:
 
     weights: TokenValues
     """Factor on each token's surrogate, detached. [B, T]"""
+    kl_weights: TokenValues
+    """The same for a KL in the advantage, which a mask leaves where it is, with the weight of its own token. [B, T]"""
     cut: Bool[Tensor, "batch tokens"]
     """True = the token's weight was bounded, or it was dropped."""
     dropped: Bool[Tensor, " batch"]
@@ -205,23 +185,26 @@ class Trusted:
             )
         policy, mask = batch.policy_logprobs.detach(), batch.mask
         old = policy if batch.old_logprobs is None else batch.old_logprobs.detach()
-        ratio = masked(log_ratio(old, sampler.detach()), mask)
+        ratio = masked_log_ratio(old, sampler, mask)
         weights, outside = torch.ones_like(ratio), torch.zeros_like(mask)
+        masks = region.mode is not None and region.mode.endswith("mask")
         if region.mode is not None:
             log_w = ratio.sum(-1, keepdim=True).expand_as(ratio) if region.mode.startswith("sequence") else ratio
             low = -math.inf if not region.low else math.log(region.low)
             high = math.inf if region.high is None else math.log(region.high)
             outside = (log_w < low) | (log_w > high)
             bounded = log_w.clamp(low, high).exp()
-            weights = torch.where(outside, 0.0, bounded) if region.mode.endswith("mask") else bounded
+            weights = torch.where(outside, 0.0, bounded) if masks else bounded
+        kl_weights = ratio.exp() if masks else weights
         if region.threshold is not None:
-            away = masked(log_ratio(sampler.detach(), policy), mask)
-            mean = away.sum(-1) / mask.sum(-1).clamp(min=1)
-            left = (mean > region.threshold) & (_advantage(batch) < 0)
-            outside = outside | left[:, None]
-            weights = torch.where(left[:, None], 0.0, weights)
+            distance = masked_mean(log_ratio(sampler.detach(), policy), mask, -1)
+            advantages = batch.advantages
+            advantages = advantages if advantages.ndim == 1 else masked_mean(advantages, mask, -1)
+            left = ((distance > region.threshold) & (advantages < 0))[:, None]
+            outside, weights = outside | left, torch.where(left, 0.0, weights)
         cut = outside & mask
-        return cls(weights=weights, cut=cut, dropped=mask.any(-1) & ~((weights > 0) & mask).any(-1))
+        dropped = mask.any(-1) & ~((weights > 0) & mask).any(-1)
+        return cls(weights=weights, kl_weights=kl_weights, cut=cut, dropped=dropped)
 
     def metrics(self, batch: Batch) -> dict[str, Tensor]:
         """Shares of tokens, of completions, and of the advantage's size, that were cut."""
@@ -232,10 +215,3 @@ class Trusted:
             "sampler/sequences_cut": self.dropped.float().mean(),
             "sampler/advantage_cut": masked_sum(size, self.cut) / total.clamp(min=torch.finfo(total.dtype).tiny),
         }
-
-
-def _advantage(batch: Batch) -> Float[Tensor, " batch"]:
-    """The advantage of each completion: where tokens have one of their own, their mean."""
-    if batch.advantages.ndim == 1:
-        return batch.advantages
-    return masked_sum(batch.advantages, batch.mask, -1) / batch.mask.sum(-1).clamp(min=1)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from klamp.core.arguments import AT_LEAST_0, check_fields
+from klamp.core.arguments import AT_LEAST_0, check_fields, limited
 from klamp.core.clipping import CLIP_TEMPERATURE, ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import BOUND, check_gradient_choice, saturated
@@ -36,13 +36,7 @@ Placement: TypeAlias = Literal["loss", "reward", "advantage"]
 OffPolicy: TypeAlias = Literal["none", "token", "sequence"]
 TermValue: TypeAlias = Literal[Value, "topk"]
 
-TERM_NUMBERS = {
-    "max_weight": BOUND,
-    "max_log_ratio": BOUND,
-    "clip_threshold": AT_LEAST_0.but("a KL is never negative", "0.5 nats per token is the default, 0 no free budget"),
-    "clip_temperature": CLIP_TEMPERATURE,
-}
-"""Which numbers the fields of `KLTerm` take; those of `KLConfig` that they come from take the same."""
+BUDGET = AT_LEAST_0.but("a KL is never negative", "0.5 nats per token is the default, 0 no free budget")
 
 
 def gates_on_itself(value: TermValue, gradient: Gradient, horizon: Horizon, off_policy: OffPolicy) -> bool:
@@ -57,9 +51,8 @@ def gates_on_itself(value: TermValue, gradient: Gradient, horizon: Horizon, off_
 class KLTerm:
     """A KL of an objective, in nats: to whom, its value, its gradient, where it enters, its clip; all but beta.
 
-    Equation: see `kl_penalty` (loss), `KLConfig` for what each choice means. `KLConfig.build_term` and
-    `TeacherConfig.build_term` make one, after refusing the combinations that do not do what their names say; those
-    checks are not repeated here.
+    Equation: see `kl_penalty`. `KLConfig.build_term` and `TeacherConfig.build_term` make one, after refusing the
+    combinations that do not do what their names say; those checks are not repeated here.
     """
 
     anchor: str = "reference"
@@ -67,35 +60,35 @@ class KLTerm:
     value: TermValue = "k3"
     """Estimator of the value; `exact` and `topk` read it from the batch, with its gradient."""
     gradient: Gradient = "reverse"
-    """Which divergence's gradient flows."""
+    """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
     horizon: Horizon = "token"
-    """Whether a token's effect on the KL of later tokens counts."""
+    """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
     placement: Placement = "loss"
-    """Where the KL enters; `reward` is applied before the advantages are formed, so grpo_loss adds nothing."""
+    """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
     off_policy: OffPolicy = "none"
-    """Weight by policy / sampler: not at all, per token, or by the ratio of the whole prefix."""
-    max_weight: float | None = None
-    """Upper bound of the off-policy weight."""
-    max_log_ratio: float | None = None
-    """Straight-through bound of the log-ratio, in nats."""
+    """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
+    max_weight: float | None = limited(None, BOUND)
+    """Upper bound of the off-policy weight policy/sampler; how often it binds is logged."""
+    max_log_ratio: float | None = limited(None, BOUND)
+    """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
     clip_method: ClipMethod = "none"
-    """How the KL is clipped at its budget."""
-    clip_threshold: float = 0.5
-    """Nats per token, or in total."""
-    clip_temperature: float = 1.0
-    """Width of the soft clip, in nats."""
+    """How the KL is clipped at its budget: none, hard (no pull below the budget), or soft."""
+    clip_threshold: float = limited(0.5, BUDGET)
+    """KL budget: nats per token of the reference length, or nats in total."""
+    clip_temperature: float = limited(1.0, CLIP_TEMPERATURE)
+    """Width of the soft clip in nats of the total."""
     clip_level: ClipLevel = "group"
     """Whose KL opens the gate; `sequence` is `group` where a sampled KL would have to decide on itself."""
     clip_unit: ClipUnit = "token"
     """What the threshold is for: a token (times the reference length), or the whole sequence."""
     normalizer: Reduction | None = None
-    """Reduction of the KL; None: that of the surrogate."""
+    """Reduction of the KL over tokens; None: that of the policy loss."""
     mean_over: Literal["carried", "trained"] = "carried"
     """Which tokens a mean counts: those that carry the KL, or all that are trained on, so that a token without a score
     is a gap and does not raise the price of the others."""
 
     def __post_init__(self) -> None:
-        check_fields(self, TERM_NUMBERS)
+        check_fields(self)
         check_gradient_choice("exact" if self.of_prefixes else self.value, self.gradient, self.horizon)
 
     @property
@@ -228,8 +221,7 @@ class Gate:
         """The penalty with the clip f: its tangent f(m) + f'(m) (K - m) at the KL m that decides it.
 
         Value: summed over the sequence it is that, K the sum of `penalty`, with f(m) - f'(m) m spread over the tokens
-        that carry the KL. Where m is K itself it is f(K). Where m is the others' it is unbiased for the tangent at m
-        (hard: P(m > budget) (KL - budget)), which is never above f(KL), and f(KL) itself where m has no noise.
+        that carry the KL: f(K) if m is K itself; if m is the others', unbiased for the tangent, never above f(KL).
         Gradient: f'(m) times the penalty's.
         """
         shift = (self.clipped - self.factor * self.kl) / kl_mask.sum(-1).clamp(min=1)
@@ -250,10 +242,7 @@ class Gate:
 def sequence_gate_kl(
     prepared: Prepared, *, gather: Callable[[Tensor], Tensor] | None = None, rank: int = 0
 ) -> Float[Tensor, " batch"]:
-    """The KL (nats per sequence) that decides the clip of each sequence of a batch, see `gate_kl`.
-
-    Equation: of `sequence_kl`, the sequence's own or a mean over its group or batch, which holds the sequence itself
-    only where `gates_on_itself` and the KL is exact.
+    """The KL (nats per sequence) that decides the clip of each sequence of a batch: `gate_kl` of `sequence_kl`.
 
     Args:
         prepared: the term on whole groups, or on parts of them that `gather` puts together; with a KL at each prefix
@@ -278,7 +267,6 @@ def sequence_gate_kl(
 
 def sequence_kl(prepared: Prepared) -> Float[Tensor, " batch"]:
     """The KL of each sequence over the tokens that carry it, in nats: exact where every sequence has that, else k3."""
-    if prepared.scored.kl is not None:
-        return masked_sum(prepared.scored.kl.detach(), prepared.carried, -1)
-    k3 = saturated(ESTIMATORS["k3"].value(prepared.bounded), prepared.bounded)
-    return masked_sum(k3, prepared.carried, -1)
+    kl = prepared.scored.kl
+    kl = saturated(ESTIMATORS["k3"].value(prepared.bounded), prepared.bounded) if kl is None else kl.detach()
+    return masked_sum(kl, prepared.carried, -1)

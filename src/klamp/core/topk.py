@@ -18,8 +18,8 @@ weighted term of the sample, where that lies outside of it, have the right mean,
 for every k: 0 is the sampled estimator, the whole vocabulary the exact KL. Where q has mass that mu never samples and
 S lacks, the mean is short by what that mass is worth: there it is the generalised KL over head and support.
 
-A constant added to delta in head and tail would not change the mean, as sum_v p_v grad log p_v = 0. Here it is 0. With
-1, autograd's of the plain p delta, the two parts cancel on average only: noisier near the anchor than no head at all.
+A constant added to delta would not change the mean, as sum_v p_v grad log p_v = 0. With 1, autograd's of p delta, head
+and tail cancel on average only: noisier near the anchor than no head at all.
 """
 
 from __future__ import annotations
@@ -96,9 +96,8 @@ def server_head(
 ) -> Bool[Tensor, "*shape entries"]:
     """Which of the kept entries of a server's answer are its head of k tokens, chosen without a look at the target.
 
-    A server that is asked for its k likeliest tokens returns the sampled one beside them where it is not among them:
-    one entry too many, told by the count, and no part of the head. A token counts once, and no more than k count.
-    So k is what the server gives at most: of one that was asked for 64 and gives 20, it is 20.
+    A server that is asked for its k likeliest tokens adds the sampled one if it is not among them: one entry too many,
+    and no part of the head. A token counts once, and no more than k count: k is what the server gives at most.
     """
     first = distinct(ids, kept)
     head = first & ~((first.sum(-1, keepdim=True) > k) & (ids == targets[..., None]))
@@ -173,8 +172,8 @@ def topk_kl(
             outside, last, other = torch.ones_like(outside), _rest(policy, kept), _rest(anchor, kept)
             log_w = last.detach()
         else:
-            given = policy_target, anchor_target.detach(), log_weight.detach()
-            last, other, log_w = (masked(x, outside)[..., None] for x in given)
+            scores = policy_target, anchor_target.detach(), log_weight.detach()
+            last, other, log_w = (masked(x, outside)[..., None] for x in scores)
         kept, policy = (torch.cat(pair, -1) for pair in ((kept, outside[..., None]), (policy, last)))
         # Both over the probability of being there, 1 in the head and mu in the tail: w and w q / p.
         log_p, log_q = torch.cat((log_p, log_w), -1), torch.cat((log_q, log_w - (last.detach() - other)), -1)

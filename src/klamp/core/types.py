@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -180,11 +181,14 @@ def _check_kinds(batch: Batch) -> None:
 def _check_shapes(batch: Batch) -> None:
     shape = batch.policy_logprobs.shape
     if len(shape) != 2:
+        logits = len(shape) == 3
         raise ShapeError(
             "policy_logprobs must have the shape [B, T]",
-            got=str(tuple(shape)),
+            got=f"{tuple(shape)}, which looks like logits" if logits else str(tuple(shape)),
             why="it holds one number per token of each completion",
-            fix="policy_logprobs[None] for a single completion",
+            fix="logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]"
+            if logits
+            else "policy_logprobs[None] for a single completion",
         )
     lengths = [batch.reference_length] if isinstance(batch.reference_length, Tensor) else []
     columns = [(name, x, per_token) for name, x, _, per_token in _tensors_of(batch)]
@@ -214,6 +218,8 @@ def _describe(bad: Tensor, x: Tensor) -> str:
     return f"{int(bad.sum())} of {bad.numel()} tokens, the first at {index} with value {float(x[index])}"
 
 
+FORBIDDEN = -9999.0
+"""A log-probability at or below it stands for -inf, which vLLM's servers write as -9999: JSON has no infinities."""
 SCORING = "check the scoring pass: dtype overflow, logits masked with -inf at the sampled token, or a mask over padding"
 BOUND_IT = f"{SCORING}; if the model rules out what was sampled, teacher_max_log_ratio bounds its pull, and counts it"
 
@@ -221,41 +227,48 @@ BOUND_IT = f"{SCORING}; if the model rules out what was sampled, teacher_max_log
 def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = SCORING) -> None:
     """Refuse values at unmasked positions that no log-probability of a sampled token can have."""
     x = logprobs.detach()
-    finite = x.isfinite()
-    bad = mask & ~(finite & (x <= POSITIVE_TOLERANCE))
-    if not bool(bad.any()):
-        return
-    lost = mask & ~finite
+    lost = mask & ~(x.isfinite() & (x > FORBIDDEN))
     if bool(lost.any()):
         raise NonFiniteError(
             f"{name} holds values that no log-probability of a sampled token can have",
             got=_describe(lost, x),
-            why="NaN and infinities would spread into the loss and from there into the weights",
+            why="NaN and infinities would spread into the loss and from there into the weights; -9999 is how a vLLM "
+            "server writes -inf",
             fix=fix,
         )
-    raise DataError(
-        f"{name} holds log-probabilities above 0",
-        got=_describe(bad, x),
-        why="the logarithm of a probability is never above 0, so these are something else",
-        fix="pass log-probabilities (log_softmax, taken at the sampled token), not probabilities, logits or negative "
-        "log-likelihoods",
-    )
+    refuse_positive(mask, **{name: x})
+
+
+def refuse_positive(mask: Mask | None = None, **logprobs: Tensor) -> None:
+    """Refuse log-probabilities above 0 at unmasked positions: they are something else. NaN and infinities pass."""
+    for name, logprob in logprobs.items():
+        if logprob.is_meta or torch.compiler.is_compiling():  # there are no values to look at
+            continue
+        x = logprob.detach()
+        bad = (x > POSITIVE_TOLERANCE) & x.isfinite()
+        bad = bad if mask is None else bad & mask
+        if bool(bad.any()):
+            raise DataError(
+                f"{name} holds log-probabilities above 0",
+                got=_describe(bad, x),
+                why="the logarithm of a probability is never above 0, so these are something else",
+                fix="pass log-probabilities (log_softmax, taken at the sampled token), not probabilities, logits or "
+                "negative log-likelihoods",
+            )
 
 
 def check_batch(batch: Batch, *, part: bool = False, bounded: Collection[str] = ()) -> None:
     """Check the values of a batch before any loss is computed; its shapes it checked itself.
 
     Args:
-        batch: scored completions.
-        part: whether it is a part of one, which may have no tokens to train on.
+        part: whether it is a micro-batch, which may have no tokens to train on.
         bounded: anchors whose log-ratio is bounded, so that a token may have no probability under them.
 
     Raises:
         TensorError: tensors without values (on the meta device).
         ShapeError, EmptyMaskError: a batch without tokens, or without one to train on.
         ConfigError: an anchor's log-probabilities carry the gradient and the policy's none.
-        NonFiniteError: NaN or infinite log-probabilities or advantages.
-        DataError: log-probabilities above 0, or a weight of an anchor that is negative or not finite.
+        NonFiniteError, DataError: NaN, infinite or positive log-probabilities; advantages or weights out of range.
     """
     check_values_exist("policy_logprobs", batch.policy_logprobs)
     for scored in batch.anchors.values():
@@ -287,7 +300,7 @@ def _check_anchor(anchor: str, scored: Scored, mask: Mask, *, bounded: bool) -> 
     if anchor not in HELD:  # the run's own anchors score every trained token, also one that carries no KL
         fix = BOUND_IT
         counted = mask if scored.mask is None else mask & scored.mask
-        counted = counted & ~scored.logprobs.isneginf() if bounded else counted
+        counted = counted & ~(scored.logprobs <= FORBIDDEN) if bounded else counted
     check_logprobs(argument_of(anchor), scored.logprobs, counted, fix=fix)
     if scored.weight is not None and not bool(((scored.weight >= 0) & scored.weight.isfinite()).all()):
         raise DataError(
@@ -310,10 +323,7 @@ def _check_advantages(advantages: Tensor, mask: Mask) -> None:
 
 
 class LossOutput(NamedTuple):
-    """What `grpo_loss` gives: the loss to call `backward` on, in units of reward, and what was measured on the way.
-
-    All are scalars; the metrics (docs/metrics.md) are detached.
-    """
+    """What `grpo_loss` returns: the loss, in units of reward, and detached metrics (docs/metrics.md); all scalars."""
 
     loss: Float[Tensor, ""]
     metrics: dict[str, Tensor]

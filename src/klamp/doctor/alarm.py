@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from klamp.doctor.history import History
 from klamp.names import KL_NAMES
@@ -68,30 +68,32 @@ class Alarm:
     next_step: str
     rule: Rule
     needs: Sequence[str]
-    """What a record must hold: metrics (`a|b`: one of them), `completions`, `sampler_logprobs` in them (or what else
-    says which tokens the model wrote), `evaluations`, `settings.NAME`."""
-    limits: Sequence[Limit]
-    level: Level
+    """What a record must hold for the alarm to rise: metrics (`a|b`: one of them, `a+b`: both), `settings.NAME`, or one
+    of `WORDS`."""
+    steps: int = 1
+    """In how many steps it must hold its metrics."""
+    concerns: str = ""
+    """The kind of run that can raise it, one of `KINDS`; empty: every run."""
+    limits: Sequence[Limit] = ()
+    level: Level = "alarm"
     """`note`: information, which fails no check unless it is asked to."""
 
 
+WORDS = ("completions", "sampler_logprobs", "loss masks", "advantages", "evaluations", "the first step")
+KINDS = ("a teacher", "a teacher alone", "a chosen reference", "the start as reference")
 ALARMS: dict[str, Alarm] = {}
 """Name of an alarm -> the alarm; complete once `klamp.doctor.alarms` is imported."""
 KL = "|".join(KL_NAMES)
 """What most alarms about the KL need: one of these metrics."""
 
 
-def alarm(
-    name: str, *, needs: Sequence[str], means: str, do: str, limits: Sequence[Limit] = (), level: Level = "alarm"
-) -> Callable[[Rule], Rule]:
-    """Make a rule an alarm; the first line of its docstring says what it finds, the rest is for readers of the code."""
+def alarm(name: str, *, do: str, **fields: Any) -> Callable[[Rule], Rule]:
+    """Make a rule an alarm with these fields; the first line of the rule's docstring says what it finds."""
 
     def register(rule: Rule) -> Rule:
         text = (rule.__doc__ or "").partition("\n")[0].rstrip(".")
         text = text if text[1:2].isupper() else text[:1].lower() + text[1:]
-        ALARMS[name] = Alarm(
-            name=name, text=text, means=means, next_step=do, rule=rule, needs=needs, limits=limits, level=level
-        )
+        ALARMS[name] = Alarm(name=name, text=text, rule=rule, next_step=do, **fields)
         return rule
 
     return register
@@ -110,9 +112,9 @@ def is_apart(a: Sequence[float], b: Sequence[float], *, errors: float, curve: Se
     """Whether stretches of a curve differ by more than so many standard errors, by their scatter or a long curve's."""
     if min(len(a), len(b)) < 2:
         return False
-    whole = curve if len(curve) >= LONG else ()
-    error = math.hypot(*(noise(whole or x) / math.sqrt(len(x)) for x in (a, b)))
-    return abs(fmean(a) - fmean(b)) > _of_few(errors, len(whole) or len(a) + len(b) - 1) * error
+    long_curve = curve if len(curve) >= LONG else ()
+    error = math.hypot(*(noise(long_curve or x) / math.sqrt(len(x)) for x in (a, b)))
+    return abs(fmean(a) - fmean(b)) > _of_few(errors, len(long_curve) or len(a) + len(b) - 1) * error
 
 
 def least_and_most(values: Sequence[float]) -> tuple[float, float]:

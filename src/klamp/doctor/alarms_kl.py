@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, stdev
 
@@ -11,8 +11,8 @@ from klamp.doctor import causes
 from klamp.doctor.alarm import KL, Evidence, Limit, alarm, count_tokens, is_apart, is_beyond, noise, number
 from klamp.doctor.alarms_run import not_trained
 from klamp.doctor.causes import blame
-from klamp.doctor.history import EARLY, History
-from klamp.names import best_kl
+from klamp.doctor.history import EARLY, History, bounded
+from klamp.names import KL_NAMES, best_kl
 
 NEGATIVE_STEPS = Limit(20, "steps in a row below 0 (by chance alone, one in a million)")
 NEGATIVE_K1 = Limit(1e-4, "nats per token below 0, their mean (the size of the step-zero limit)")
@@ -32,9 +32,7 @@ SPIKE_FLOOR = Limit(
 SPIKE_PROMPTS = 16
 """With fewer prompts per step than this, the KL changes from step to step just because the prompts do."""
 STEP_ZERO = Limit(1e-4, "nats per token before the first update (equal kernels give about 1e-6)")
-STEP_ZERO_OTHERS = Limit(
-    3e-3, "nats per token, and 4 standard errors, in another trainer's record (bfloat16 explains it)"
-)
+STEP_ZERO_OTHERS = Limit(3e-3, "nats per token, and 4 standard errors, in another trainer's record (bfloat16's part)")
 REFERENCE_DIFFERS = Limit(0.02, "nats per token before the first update, to a reference that was chosen")
 DETACHED_WINDOW, DETACHED_ERRORS = 5, 4.0
 DETACHED = Limit(
@@ -131,6 +129,7 @@ def k3_far_above_k1(history: History) -> Evidence | None:
 @alarm(
     "kl-spike",
     needs=(KL,),
+    steps=2,
     limits=(SPIKE, SPIKE_FLOOR),
     means="If the KL stays high, an update moved the policy far: learning rate, extreme rewards or advantages, or no "
     "gradient clipping. If it is back in the next step, a few tokens caused most of it.",
@@ -150,8 +149,8 @@ def kl_spike(history: History) -> Evidence | None:
             continue
         if stays == 2 or len(before) < 5 or exact or _stands_out(before, now):
             why = causes.likely_causes(history, causes.last_jump if stays == 1 else causes.learning_rate)
-            said = f"{number(max(before))} was the highest of {len(before)} before"
-            text = f"{history.kl_name()} jumped to {number(now)} nats per token, {said}"
+            highest_before = f"{number(max(before))} was the highest of {len(before)} before"
+            text = f"{history.kl_name()} jumped to {number(now)} nats per token, {highest_before}"
             return Evidence(text, blame(history), why)
     return None
 
@@ -164,10 +163,11 @@ def _stands_out(before: Sequence[float], now: float) -> bool:
 
 @alarm(
     "step-zero-kl",
-    needs=(KL,),
+    needs=(KL, "the first step"),
+    concerns="the start as reference",
     limits=(STEP_ZERO, STEP_ZERO_OTHERS),
-    means="Policy and reference differ before training: dropout, an adapter that is not zero at the start, another "
-    "data type or kernel, other weights, or tokens that only one of them sees.",
+    means="Policy and reference differ before training: dropout, an adapter that is not zero, another data type or "
+    "kernel, other weights, or tokens that only one of them sees.",
     do="Score one batch twice with the policy (the two must agree), then with the reference. Put both into eval() and "
     "one dtype; compare tokens, mask and temperature.",
 )
@@ -184,12 +184,12 @@ def step_zero(history: History) -> Evidence | None:
 
 @alarm(
     "reference-differs",
-    needs=(KL,),
+    needs=(KL, "the first step"),
+    concerns="a chosen reference",
     limits=(REFERENCE_DIFFERS,),
     means="The reference is not the model that training starts from (an older checkpoint, a wrong path, another chat "
     "template or precision), so the KL pulls the policy away from its own start.",
-    do="Check the path of the reference. Leave it out to hold the policy where it starts; if the distance is "
-    "intended, set target_kl above it.",
+    do="Check its path, or leave it out to hold the policy at its start. If it is intended, set target_kl above it.",
 )
 def reference_differs(history: History) -> Evidence | None:
     """The chosen reference is far from the model that is trained."""
@@ -206,6 +206,7 @@ def reference_differs(history: History) -> Evidence | None:
 @alarm(
     "detached-reference",
     needs=(KL,),
+    steps=3,
     limits=(DETACHED, STILL, FELL),
     means="Nothing trains the policy; the reference follows it (shared weights, an adapter that stays on); a resume "
     "made the checkpoint the reference; or the sampler is another model than the scored one.",
@@ -214,8 +215,8 @@ def reference_differs(history: History) -> Evidence | None:
 )
 def detached_reference(history: History) -> Evidence | None:
     """The KL is about 0 although the policy should have moved."""
-    if (vanished := _vanished(history)) is not None:
-        return vanished
+    if (evidence := _vanished(history)) is not None:
+        return evidence
     window, settings, name = DETACHED_WINDOW, history.settings, history.kl_name()
     if settings.moving_reference or settings.other_reference:
         name = best_kl(history.latest, ["kl/k3_original"] if settings.moving_reference else [])
@@ -230,9 +231,9 @@ def detached_reference(history: History) -> Evidence | None:
         still, equal = (history.last(metric, int(STILL.value)) for metric in (name, "groups/saturated"))
         if len(still) < STILL.value or any(still) or min(equal, default=0.0) == 1:
             return None
-        said = [f"the last {len(still)} values of {name} are exactly 0"]
-        said += [f"{x} is {number(history.latest[x])}" for x in moves]
-        return Evidence(", ".join(said), causes=why)
+        facts = [f"the last {len(still)} values of {name} are exactly 0"]
+        facts += [f"{x} is {number(history.latest[x])}" for x in moves]
+        return Evidence(", ".join(facts), causes=why)
     reward_range = max(1.0, 2 * max(map(abs, (*before, *now))))
     least = 2 * ((fmean(now) - fmean(before)) / reward_range) ** 2
     distance = abs(fmean(kl)) * (fmean(length) if length else 1.0)
@@ -287,28 +288,28 @@ def _first_kl(history: History) -> tuple[str, float]:
 @alarm(
     "kl-far",
     needs=(KL, "length/mean"),
+    steps=FAR_STEPS,
     limits=(FAR, FAR_COMPLETION),
     means="The average token is at least e times likelier under the policy than under the reference, unless a few "
     "tokens dominate a k3. Mostly the policy gave up its language: words repeat, other skills are lost.",
-    do="Read completions, and ask the policy something else than the task. Lower the learning rate, raise beta, or "
-    "hold a target_kl.",
+    do="Read completions, also of another task. Lower the learning rate, raise beta, or hold a target_kl.",
 )
 def kl_far(history: History) -> Evidence | None:
     """The policy is far from its reference."""
     kl, length = _settled(history, FAR_STEPS), history.last("length/mean", FAR_STEPS)
     if kl is None or not length or kl <= FAR.value or kl * fmean(length) <= FAR_COMPLETION.value:
         return None
-    whole = number(kl * fmean(length))
-    text = f"the KL is {number(kl)} nats per token, {whole} per completion, {MIDDLE}"
+    per_completion = number(kl * fmean(length))
+    text = f"the KL is {number(kl)} nats per token, {per_completion} per completion, {MIDDLE}"
     return Evidence(text, blame(history), causes.why_far(history))
 
 
 @alarm(
     "kl-growing",
     needs=(KL, "reward"),
+    steps=30,
     limits=(GROWING,),
-    means="The policy moves away and gains nothing. Mostly the optimizer adds up noise, or the reward is at its "
-    "maximum.",
+    means="The policy moves away and gains nothing: the optimizer adds up noise, or the reward is at its maximum.",
     do="End the run at the step where the reward stopped rising, lower the learning rate, or hold a target_kl.",
 )
 def kl_growing(history: History) -> Evidence | None:
@@ -333,6 +334,7 @@ def kl_growing(history: History) -> Evidence | None:
 @alarm(
     "kl-high",
     needs=(KL,),
+    steps=5,
     limits=(HIGH,),
     level="note",
     means="The GRPO tutorial takes it for drifting too much (docs/sources.md). Alone it proves nothing: a language "
@@ -348,18 +350,17 @@ def kl_high(history: History) -> Evidence | None:
 @alarm(
     "kl-low",
     needs=(KL,),
+    steps=20,
     limits=(LOW,),
     level="note",
-    means="The policy is near the reference after 20 steps. That is right if the reward is high or a KL holds the "
-    "policy; else the updates are small.",
+    means="Right if the reward is high or a KL holds the policy; else the updates are small.",
     do="Look at the reward. If it stands still, raise the learning rate or lower beta.",
 )
 def kl_low(history: History) -> Evidence | None:
     """KL below 0.01, a tutorial's sign of not learning enough."""
     kl = _settled(history, 20)
-    return (
-        Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}") if kl is not None and abs(kl) < LOW.value else None
-    )
+    low = kl is not None and abs(kl) < LOW.value
+    return Evidence(f"the KL is {number(kl or 0.0)} nats per token, {MIDDLE}") if low else None
 
 
 MIDDLE = "mean of the last 5 but the largest"
@@ -372,24 +373,47 @@ def _settled(history: History, steps: int) -> float | None:
 
 
 @alarm(
+    "negative-beta",
+    needs=("beta|settings.beta",),
+    means="The loss rewards every nat of distance from the reference, so nothing holds the policy.",
+    do="Make the coefficient positive, or 0. An adaptive rule that overshoots 0 needs a longer horizon, or a bound.",
+)
+def negative_beta(history: History) -> Evidence | None:
+    """The coefficient of the KL is negative."""
+    beta = history.latest.get("beta", history.settings.beta)
+    beside_teacher = any(name.startswith("teacher/kl") for name in history.latest)  # G-OPD's beta is below 0
+    if beta is None or not beta < 0 or beside_teacher:
+        return None
+    return Evidence(f"beta is {number(beta)}: a bonus for distance from the reference")
+
+
+@alarm(
     "beta-runaway",
-    needs=("beta", "beta/price", "kl/k3_sequence", "reward"),
+    needs=("beta", "|".join(("kl/k3_sequence", *(f"{name}+length/mean" for name in KL_NAMES))), "reward"),
+    steps=RUNAWAY_WINDOW,
     limits=(RUNAWAY,),
     means="A schedule or a controller raised beta: the target is below what the reward needs, or the KL does not "
     "react to beta. The pull to the reference exceeds the advantages, and the policy may lose what it learned.",
-    do="Raise target_kl to the KL at which the reward had risen, fix beta, or bound it (beta_max); `klamp explain` "
-    "says whether the target can be reached.",
+    do="Raise target_kl to the KL at which the reward had risen, fix beta, or bound it (beta_max).",
 )
 def beta_runaway(history: History) -> Evidence | None:
     """Beta grew until the KL outweighs the reward."""
-    betas, prices, kls, rewards = history.together(RUNAWAY_WINDOW, "beta", "beta/price", "kl/k3_sequence", "reward")
+    betas, rewards = history.together(RUNAWAY_WINDOW, "beta", "reward")
+    costs = [_cost(row.metrics, history.kl_name()) for row in history.rows[-RUNAWAY_WINDOW:]]
     start = next((value for value in history.first("beta", EARLY) if value > 0), None)
     if len(betas) < RUNAWAY_WINDOW or start is None:
         return None
-    cost, gain = fmean(price * kl for price, kl in zip(prices, kls, strict=True)), fmean(map(abs, rewards))
+    cost, gain = fmean(costs), fmean(map(abs, rewards))
     if fmean(betas) < RUNAWAY.value * start or cost <= gain:
         return None
     return Evidence(
         f"beta went from {number(start)} to {number(fmean(betas))}; the KL of a completion costs {number(cost)} of "
         f"reward, and its reward is {number(gain)} in size (means of {RUNAWAY_WINDOW} values)"
     )
+
+
+def _cost(metrics: Mapping[str, float], kl_name: str) -> float:
+    """What the KL of a completion costs of the reward; where no price is logged, beta for each nat."""
+    beta, per_token = metrics.get("beta", 0.0), metrics.get(kl_name, 0.0) * metrics.get("length/mean", 0.0)
+    cost = metrics.get("beta/price", beta) * metrics.get("kl/k3_sequence", per_token)
+    return bounded(cost) if math.isfinite(cost) else 0.0

@@ -29,11 +29,13 @@ COLLAPSE = Limit(
     f"of the best mean of 5 steps (of 20 with more noise) among the {COLLAPSE_MEMORY} before, which is lost; and half "
     f"of the reward's standard deviation within groups, and {COLLAPSE_ERRORS} standard errors",
 )
+SHIFT, SAME_POLICY = 10, 1.5
+"""Steps before and after a change of the prompts, and times that the KL may grow over it."""
 REPEATED = Limit(0.5, "of the tokens stand in a pair of tokens that was in their completion before, mean of 5 steps")
 MORE_REPEATED = Limit(0.2, "more of them than in the first 5 steps (a task may want repetition)")
 SATURATED_STEPS, SATURATED_GROUPS = 20, 60
 SATURATED = Limit(
-    0.99, f"of the groups have equal rewards, mean of {SATURATED_STEPS} steps, or of {SATURATED_GROUPS} prompts"
+    0.99, f"of the groups have equal rewards, in {SATURATED_STEPS} steps, or of {SATURATED_GROUPS} prompts"
 )
 TRUNCATED = Limit(0.25, "of the completions, mean over 5 steps")
 USELESS = 0.6
@@ -50,8 +52,7 @@ MORE_TRUNCATED = Limit(
     limits=(HUGE,),
     means="A large KL or gradient has exploded: k3 is exponential in how far a token is below the reference. Gradient "
     "clipping then hides it. A nan may also be a mean over nothing.",
-    do="Find the first step. Lower the learning rate, bound the log-ratio, compute the ratio in float32, check that "
-    "the same tokens reach both models.",
+    do="Lower the learning rate, bound the log-ratio, use float32, check that both models see the same tokens.",
 )
 def huge_values(history: History) -> Evidence | None:
     """Values of a thousand and more, or not finite."""
@@ -60,15 +61,14 @@ def huge_values(history: History) -> Evidence | None:
         for name, value in history.latest.items()
         if not math.isfinite(value) or (name in WATCHED and abs(value) >= HUGE.value)
     }
-    said = [f"{name} is {value:.1e}" for name, value in values.items()]
+    facts = [f"{name} is {value:.1e}" for name, value in values.items()]
     lost = sum(
         on and (any(map(math.isinf, x)) or (row.trained is not None and any(map(math.isnan, x[:2]))))
         for row in history.written
         for on, *x in zip(row.is_trained, row.policy, row.ref or row.policy, row.sampler or row.policy, strict=True)
     )
-    if lost:
-        said.append(f"{lost} trained {'token has' if lost == 1 else 'tokens have'} no finite log-probability")
-    return Evidence(", ".join(said), causes=_broken_before(history)) if said else None
+    facts += [f"{lost} trained {'token has' if lost == 1 else 'tokens have'} no finite log-probability"] * bool(lost)
+    return Evidence(", ".join(facts), causes=_broken_before(history)) if facts else None
 
 
 def _broken_before(history: History) -> list[str]:
@@ -87,19 +87,18 @@ def _broken_before(history: History) -> list[str]:
 @alarm(
     "not-trained",
     needs=("train/grad_norm|train/learning_rate|completions",),
+    steps=IDLE_START,
     limits=(IDLE,),
     means="The learning rate is 0, the gradient is 0, or no token counts.",
-    do="Print the learning rate, the parameters with requires_grad and their gradients, and the sum of the loss mask, "
-    "in one step.",
+    do="Print the learning rate, the trainable parameters and their gradients, and the sum of the loss mask.",
 )
 def not_trained(history: History) -> Evidence | None:
     """Nothing trains the policy."""
-    written = [
-        completion for step in sorted(history.completions)[-WRITTEN:] for completion in history.completions[step]
-    ]
-    if len(history.completions) >= WRITTEN and not any(any(completion.is_trained) for completion in written):
-        text = f"no token of the last {len(written)} completions that were kept is trained on"
-        return Evidence(text, (), [MASKED if all(x.ended is False for x in written) else "the loss mask is empty"])
+    steps = sorted(history.completions)[-WRITTEN:]
+    completions = [completion for step in steps for completion in history.completions[step]]
+    if len(history.completions) >= WRITTEN and not any(any(completion.is_trained) for completion in completions):
+        text = f"no token of the last {len(completions)} completions that were kept is trained on"
+        return Evidence(text, (), [MASKED if all(x.ended is False for x in completions) else "the loss mask is empty"])
     rate, gradient = (_idle(history, name) for name in ("train/learning_rate", "train/grad_norm"))
     if rate:
         why = "the learning rate was set to 0, a schedule has ended, a warm-up is long, or the log rounds it to 0"
@@ -134,13 +133,13 @@ def _idle(history: History, name: str) -> str:
         return f"its last {len(values)} values"
     if any(history.kl(IDLE_START)) and name == "train/learning_rate":
         return ""  # a KL that has only begun does not tell a rate that is rounded from none
-    whole = len(values) >= IDLE_START and len(values) == len(history.rows) and history.rows[0].step <= 1
-    return f"all {len(values)} steps" if whole else ""
+    from_first_step = len(values) >= IDLE_START and len(values) == len(history.rows) and history.rows[0].step <= 1
+    return f"all {len(values)} steps" if from_first_step else ""
 
 
 @alarm(
     "advantage-scale",
-    needs=("reward_std|advantage/max|completions",),
+    needs=("reward_std+groups/saturated|advantage/max|advantages",),
     limits=(ADVANTAGE, NOISE),
     means="The policy gradient is as large as the advantages. Causes: a reward that is not of order 1, a division by "
     "a standard deviation that is only rounding, or a critic. beta then has another meaning.",
@@ -168,8 +167,7 @@ def advantage_scale(history: History) -> Evidence | None:
 @alarm(
     "dr-grpo-with-kl",
     needs=("settings.loss_type", "settings.verifier"),
-    means="Dr. GRPO leaves the KL out: a rule is right however far the policy moves, so the KL only holds the policy "
-    "back, and it is one more source of large gradients.",
+    means="Dr. GRPO leaves the KL out: a rule is right however far the policy moves, so the KL only holds it back.",
     do="Set beta to 0, or say why the skills of the reference must be kept and watch them.",
 )
 def dr_grpo_with_kl(history: History) -> Evidence | None:
@@ -178,8 +176,8 @@ def dr_grpo_with_kl(history: History) -> Evidence | None:
     if settings.loss_type != "dr_grpo" or settings.verifier != "rules" or not history.penalized:
         return None
     beta = history.latest.get("beta", settings.beta)
-    said = "a KL is logged" if beta is None else f"beta is {number(beta)}"
-    return Evidence(f"loss_type is dr_grpo, {said}, the reward is a rule's")
+    beta_text = "a KL is logged" if beta is None else f"beta is {number(beta)}"
+    return Evidence(f"loss_type is dr_grpo, {beta_text}, the reward is a rule's")
 
 
 @alarm(
@@ -217,10 +215,10 @@ def _noise(skill: str, history: History) -> float:
 @alarm(
     "reward-collapse",
     needs=("reward",),
+    steps=2 * COLLAPSE_WINDOWS[0],
     limits=(COLLAPSE,),
-    means="Mostly the learning rate is too high: the policy left what it knew within a few steps, and if no "
-    "completion earns anything, nothing brings it back. Harder prompts, or another reward, look the same.",
-    do="Go back to a checkpoint from before the fall. Lower the learning rate first; then hold the KL (target_kl).",
+    means="The policy lost what it knew: too large an update, or a wrong sign. A new reward looks the same.",
+    do="Go back to a checkpoint from before the fall, mend the likely cause, and hold the KL (target_kl).",
 )
 def reward_collapse(history: History) -> Evidence | None:
     """The reward collapsed."""
@@ -235,22 +233,37 @@ def _fallen(history: History, window: int) -> Evidence | None:
     best = max(fmean(before[i : i + window]) for i in range(len(before) - window + 1))
     spread = max(history.last("reward_std", 1 + len(before)), default=0.0)
     by_chance = COLLAPSE_ERRORS * noise(before, now) * math.sqrt(2 / window)
-    if best - fmean(now) <= max(COLLAPSE.value * abs(best), spread / 2, by_chance):
+    if best - fmean(now) <= max(COLLAPSE.value * abs(best), spread / 2, by_chance) or _harder_prompts(history):
         return None
     return Evidence(
         f"the reward fell from {number(best)} to {number(fmean(now))}, means of {window} steps",
-        causes=causes.likely_causes(history, causes.learning_rate, causes.no_kl),
+        causes=causes.why_lost(history),
     )
+
+
+def _harder_prompts(history: History) -> bool:
+    """Whether the reward fell in one step, and neither the KL nor the spread within groups changed: other prompts."""
+    kl, rewards = history.together(COLLAPSE_MEMORY + 2 * SHIFT, history.kl_name(), "reward")
+    if len(rewards) <= SHIFT:
+        return False
+    at = min(range(SHIFT, len(rewards)), key=lambda i: rewards[i] - rewards[i - 1])
+    before, after = slice(at - SHIFT, at), slice(at, at + SHIFT)
+    level = fmean(rewards[after])
+    fell = fmean(rewards[before]) - level
+    at_once = rewards[at - 1] - rewards[at] > fell / 2 and fell > COLLAPSE_ERRORS * noise(rewards[before])
+    stays = fmean(rewards[-5:]) > level - COLLAPSE.value * abs(level) and min(rewards[after]) > 0
+    moved = fmean(kl[after]) > SAME_POLICY * max(fmean(kl[before]), MOVED)
+    has_signal = max(history.last("groups/saturated", SHIFT), default=0.0) < 1
+    return at_once and stays and has_signal and not moved
 
 
 @alarm(
     "repetition",
     needs=("length/repeated",),
+    steps=6,
     limits=(REPEATED, MORE_REPEATED),
-    means="Mostly the policy has collapsed into a word or a phrase that the reward likes; if its entropy is gone too, "
-    "sampling finds no way out.",
-    do="Go back to an earlier checkpoint. Let the reward count a thing once, raise beta or hold a target_kl, and "
-    "watch prompts that are not of the task.",
+    means="Mostly the policy has collapsed into a word or a phrase that the reward likes.",
+    do="Go back to an earlier checkpoint. Let the reward count a thing once, raise beta or hold a target_kl.",
 )
 def repetition(history: History) -> Evidence | None:
     """Completions repeat themselves."""
@@ -271,10 +284,10 @@ def repetition(history: History) -> Evidence | None:
 @alarm(
     "saturated",
     needs=("groups/saturated",),
+    steps=SATURATED_STEPS,
     limits=(SATURATED,),
     means="Advantages to a group's mean are 0: the reward has no gradient, and only a KL and noise move the policy.",
-    do="If the task is learned, end here. If all completions fail, make the task easier or fix the reward; if all say "
-    "the same, go back and hold the KL.",
+    do="Learned: end here. All fail: make the task easier or fix the reward. All alike: go back and hold the KL.",
 )
 def saturated(history: History) -> Evidence | None:
     """Nothing is left to learn from the reward: it is equal within groups."""
@@ -304,6 +317,7 @@ def _why_saturated(history: History, rewards: list[float]) -> list[str]:
 @alarm(
     "truncated",
     needs=("length/truncated",),
+    steps=5,
     limits=(TRUNCATED, MORE_TRUNCATED),
     means="The reward judges unfinished answers, unless they are left out, and the KL misses what would have "
     "followed. Completions grew, or the limit was too low from the start.",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from klamp.doctor.alarm import Evidence, Limit, alarm, is_apart, is_beyond, least_and_most, number
 from klamp.doctor.causes import MANY, blame
-from klamp.doctor.history import Completion, History
+from klamp.doctor.history import Completion, History, bounded
+from klamp.doctor.metrics import MODELS
 
 MISMATCH = Limit(0.01, "nats per token, k1 or k3 (seen in the field: healthy about .002)")
 PROMPT = Limit(1, "token that the model did not write")
@@ -18,6 +19,8 @@ STEADY = 5
 """Steps until which the mean counts with a margin by tokens; later the scatter of 2 and 4 times as many does."""
 ONE_SIDED, SAME = 50, 1e-4
 """Tokens of which none is likelier under the policy by so many nats: other weights or kernels make some of them so."""
+SHIFTED = 0.2
+"""The part of the distance that is left at most once a shift is undone."""
 GREW = 4.0
 """Times as far apart as before the first update: the mismatch came with the updates."""
 COURSE, START_LIKE = 20, 1.5
@@ -28,30 +31,29 @@ COURSE, START_LIKE = 20, 1.5
     "mask-on-prompt",
     needs=("completions", "sampler_logprobs"),
     limits=(PROMPT,),
-    means="Prompt tokens or a tool's answers are trained on: they get the group's advantage and a KL, though the "
-    "policy did not choose them.",
+    means="Prompt tokens or a tool's answers get the group's advantage and a KL; the policy did not choose them.",
     do="Decode one sequence with its mask. The mask must begin at the first token of the completion.",
 )
 def mask_on_prompt(history: History) -> Evidence | None:
     """The loss mask covers tokens that the model did not write."""
-    wrong: list[tuple[list[int], int, Completion]] = []
+    offenders: list[tuple[list[int], int, Completion]] = []
     for index, completion in enumerate(history.written):
         pairs = zip(completion.is_trained, completion.is_sampled, strict=True)
         positions = [i for i, (trained, sampled) in enumerate(pairs) if trained and not sampled]
-        wrong += [(positions, index, completion)] if positions else []
-    if not wrong:
+        offenders += [(positions, index, completion)] if positions else []
+    if not offenders:
         return None
-    positions, index, completion = wrong[0]
-    shown = " ".join(repr(str(completion.tokens[i])) for i in positions[:MANY])
+    positions, index, completion = offenders[0]
+    prompt_tokens = " ".join(repr(str(completion.tokens[i])) for i in positions[:MANY])
     return Evidence(
-        f"in {len(wrong)} of {len(history.written)} sequences; {len(positions)} in sequence {index} alone, from "
-        f"position {positions[0]}: {shown}"
+        f"in {len(offenders)} of {len(history.written)} sequences; {len(positions)} in sequence {index} alone, from "
+        f"position {positions[0]}: {prompt_tokens}"
     )
 
 
 @alarm(
     "end-token-lost",
-    needs=("completions",),
+    needs=("completions", "loss masks"),
     limits=(END_TOKEN,),
     means="The reward does not teach the model when to stop, so length may drift. Common if the end token is also the "
     "padding token and the mask is made by comparing with it.",
@@ -59,15 +61,23 @@ def mask_on_prompt(history: History) -> Evidence | None:
 )
 def end_token_lost(history: History) -> Evidence | None:
     """The loss mask leaves out the end token."""
-    lost, ended = list[str](), 0
-    for completion in history.written:
-        written = [i for i, sampled in enumerate(completion.is_sampled) if sampled]
-        if completion.ended is not False and written and any(completion.is_trained):
-            ended += 1
-            lost += [] if completion.is_trained[written[-1]] else [str(completion.tokens[written[-1]])]
-    if not lost or len(lost) <= END_TOKEN.value * ended:
+    endings = [_ending(row) for row in history.written if row.ended is not False and any(row.is_trained)]
+    lost = [(before, tail) for before, tail in endings if tail]
+    padded = any(len(tail) > 1 for _, tail in lost)
+    if padded:  # the first token after the trained ones is the lost end token if it alone is always the same
+        last_trained, first_masked = {before for before, _ in endings}, {tail[0] for _, tail in lost}
+        lost = lost if len(first_masked) == 1 and len(last_trained) > 1 else []
+    if not lost or len(lost) <= END_TOKEN.value * len(endings):
         return None
-    return Evidence(f"in {len(lost)} of {ended} completions the last token ({lost[0]!r}) is not trained on")
+    token = lost[0][1][0]
+    return Evidence(f"in {len(lost)} of {len(endings)} completions the last token ({token!r}) is not trained on")
+
+
+def _ending(completion: Completion) -> tuple[str, list[str]]:
+    """The last trained token of a completion, and the tokens after it that the model may have written."""
+    last = max(i for i, trained in enumerate(completion.is_trained) if trained)
+    tail = range(last + 1, len(completion.tokens))
+    return str(completion.tokens[last]), [str(completion.tokens[i]) for i in tail if completion.is_sampled[i]]
 
 
 @alarm(
@@ -112,6 +122,8 @@ def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:
 def causes_of(history: History) -> list[str]:
     """What a mismatch comes from, if its course shows it: before the first update the weights are the same."""
     deltas = [delta for completion in history.written for _, delta in completion.log_ratios("sampler")]
+    if text := _shift(history.written) or _own_cut(history, deltas):
+        return [text]
     if len(deltas) >= ONE_SIDED and min(deltas) > -SAME and fmean(deltas) > SAME:
         return [
             f"each of {len(deltas)} tokens is at least as likely under the sampler: it cuts the distribution (top-p, "
@@ -121,22 +133,56 @@ def causes_of(history: History) -> list[str]:
     if not first or history.rows[0].step > 1 or history.settings.steps_counted:
         return []
     name = max(first, key=lambda name: first[name])
-    apart = first[name] > MISMATCH.value
-    shown = name if apart or "sampler/k3" not in first else "sampler/k3"
-    said = f"{shown} was {number(history.rows[0].metrics[shown])}"
-    if not apart:
+    is_apart_at_start = first[name] > MISMATCH.value
+    metric = name if is_apart_at_start or "sampler/k3" not in first else "sampler/k3"
+    at_start = f"{metric} was {number(history.rows[0].metrics[metric])}"
+    if not is_apart_at_start:
         text = _of_start(history) or (
-            f"it came with the updates ({said} before the first one): the sampler's weights, or those of its adapter, "
-            "are not synced before each rollout"
+            f"it came with the updates ({at_start} before the first one): the sampler's weights, or those of its "
+            "adapter, are not synced before each rollout"
         )
         return [text] if max(_sizes(history.latest).values()) > GREW * first[name] else []
-    since = f"it was there before the first update ({said}), so a missing sync alone does not explain it"
+    since = f"it was there before the first update ({at_start}), so a missing sync alone does not explain it"
     if first[name] <= OTHER_KERNELS.value:
         return [f"{since}: other data types or kernels, or a slightly different temperature, top-p or top-k"]
     return [
         f"{since}: the trainer scores with another temperature, another prompt or template, or without the adapter (or "
         "with one) that the sampler has. klamp.check_sync says which"
     ]
+
+
+def _shift(completions: Sequence[Completion]) -> str:
+    """Whether sampler and policy agree once one of the two lists is moved by a position."""
+    gaps: dict[int, float] = {}
+    for shift in (-1, 0, 1):
+        pairs = [
+            bounded(abs(completion.sampler[i + shift] - completion.policy[i]))
+            for completion in completions
+            if completion.sampler is not None
+            for i, trained in enumerate(completion.is_trained)
+            if trained and 0 <= i + shift < len(completion.policy)
+        ]
+        gaps[shift] = fmean(gap for gap in pairs if math.isfinite(gap)) if any(map(math.isfinite, pairs)) else math.inf
+    best = min(gaps, key=lambda shift: (gaps[shift], abs(shift)))
+    if not gaps[best] < SHIFTED * gaps[0]:
+        return ""
+    place = "after" if best > 0 else "before"
+    return (
+        f"the lists are shifted by one position: the sampler's number of the token {place} is the policy's of this one "
+        f"(they differ by {number(gaps[best])} nats then, and by {number(gaps[0])} now). Logits at t score token t + 1"
+    )
+
+
+def _own_cut(history: History, deltas: Sequence[float]) -> str:
+    """Whether the run's own top-p explains that the sampler finds its tokens likelier."""
+    top_p = history.settings.top_p or 1.0
+    k1 = fmean(deltas) if deltas else history.latest.get("sampler/k1", 0.0)
+    if top_p >= 1 or not 0 < k1 <= MISMATCH.value - math.log(top_p) or min(deltas, default=0.0) < -SAME:
+        return ""
+    return (
+        f"the run's own top_p {top_p:g}: the trainer scores the whole distribution, and no sync mends that. Sample "
+        "with top_p 1, or score the tokens after the same cut"
+    )
 
 
 def _of_start(history: History) -> str | None:
@@ -158,9 +204,7 @@ TO_TEACHER = "teacher/kl"
 SETTLED = 5
 UNSCORED = Limit(0.1, f"of the trained tokens, mean of {SETTLED} steps")
 CONSTANT_TOKENS, CONSTANT_POLICY = 20, 0.1
-CONSTANT = Limit(
-    1e-4, "nats between the largest and the smallest of a step, 20 tokens or more; the policy's differ by 0.1"
-)
+CONSTANT = Limit(1e-4, "nats between largest and smallest of a step, 20 tokens or more; the policy's differ by 0.1")
 REACH_STEPS, REACH_FLOOR = 50, 0.05
 REACHED = Limit(
     0.9,
@@ -174,6 +218,7 @@ NO_PART = 10
 @alarm(
     "teacher-silent",
     needs=("teacher/unscored",),
+    concerns="a teacher",
     limits=(UNSCORED, CONSTANT),
     means="The teacher's server fails or truncates, its numbers are lost on the way, or they are placeholders.",
     do="Ask the teacher for one completion by hand.",
@@ -190,16 +235,17 @@ def silent(history: History) -> Evidence | None:
 
 @alarm(
     "teacher-not-reached",
-    needs=(TO_TEACHER, "teacher/coef"),
+    needs=(TO_TEACHER, "teacher/coef|settings.teacher_coef"),
+    steps=REACH_STEPS,
+    concerns="a teacher alone",
     limits=(REACHED,),
     means="Mostly the learning rate is too low, the policy is too small, or the numbers belong to other tokens.",
     do="Score one completion with teacher_model set to the policy itself: the KL must be 0.",
 )
 def not_reached(history: History) -> Evidence | None:
     """The policy does not come nearer to its teacher."""
-    coefficients = history.last("teacher/coef", 10)
-    alone = "reward_std" not in history.latest and history.latest.get("beta", 0.0) <= 0
-    if len(history.rows) < REACH_STEPS or not alone or min(coefficients, default=0.0) <= 0:
+    coefficients = history.last("teacher/coef", 10) or [history.settings.teacher_coef or 0.0]
+    if len(history.rows) < REACH_STEPS or not teacher_alone(history) or min(coefficients) <= 0:
         return None
     for name in _per_teacher(history):
         first, last = history.first(name, 10), history.last(name, 10)
@@ -209,9 +255,19 @@ def not_reached(history: History) -> Evidence | None:
     return None
 
 
+def teacher_alone(history: History) -> bool:
+    """Whether nothing but a teacher trains the policy; another trainer's log may hold a reward without its spread."""
+    rewards = history.last("reward", REACH_STEPS) if history.settings.other_kernels else []
+    rewarded = "reward_std" in history.latest or len({*rewards}) > 1
+    is_taught = any(name.startswith(TO_TEACHER) for name in history.latest)
+    return is_taught and not rewarded and history.latest.get("beta", 0.0) <= 0
+
+
 @alarm(
     "teacher-inert",
     needs=(f"{TO_TEACHER}|settings.teacher_coef",),
+    steps=int(STILL.value),
+    concerns="a teacher",
     limits=(STILL,),
     means="The teacher is the policy itself, or its KL is not in the loss.",
     do="Check the path of the teacher, its adapter, and whether the KL to it is added to the loss.",
@@ -224,10 +280,11 @@ def inert(history: History) -> Evidence | None:
 def _absent(history: History) -> Evidence | None:
     rows, coefficient = history.rows[-int(STILL.value) :], history.settings.teacher_coef or 0.0
     logged = any(name.startswith(TO_TEACHER) for row in rows for name in row.metrics)
+    logged |= any(MODELS["teacher"].search(name) for name in history.unread)
     if coefficient <= 0 or len(rows) < STILL.value or logged:
         return None
-    lacks = f"the last {len(rows)} steps have no {TO_TEACHER}"
-    return Evidence(f"a teacher is configured, with coefficient {number(coefficient)}; {lacks}")
+    text = f"a teacher is configured, with coefficient {number(coefficient)}; the last {len(rows)} steps have no"
+    return Evidence(f"{text} {TO_TEACHER}")
 
 
 def _still(history: History) -> Evidence | None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TypeAlias
 
-from klamp.doctor.alarm import Blamed, Limit, number
+from klamp.doctor.alarm import Blamed, Limit, is_apart, noise, number
 from klamp.doctor.history import History, Side, k3
 
 Cause: TypeAlias = Callable[[History], str]
@@ -22,6 +22,8 @@ JUMP = 0.15
 """Nats per token that one step moves a policy by if its learning rate is too high; healthy runs stay below 0.05."""
 FARTHEST = 20.0
 """Nats per token, more than a policy is from a reference whose every token is as likely as one in 100 million."""
+ENTROPY, ENTROPY_FLOOR, WHOLE = 2.0, 0.2, 150
+"""Times that an entropy, of so many nats per token, rises to become noise; steps of a fall from the first steps on."""
 PAYS = Limit(0.3, "correlation of reward and length within groups, mean of 10 steps")
 
 
@@ -33,6 +35,11 @@ def likely_causes(history: History, *causes: Cause) -> list[str]:
 def why_far(history: History) -> list[str]:
     """What the run shows of why the KL is large."""
     return likely_causes(history, learning_rate, no_kl, pays_for_length)
+
+
+def why_lost(history: History) -> list[str]:
+    """What the run shows of why the reward fell."""
+    return likely_causes(history, learning_rate, wrong_sign, entropy_rose, no_kl)
 
 
 def last_jump(history: History) -> str:
@@ -65,6 +72,34 @@ def _rate(history: History, largest: float, if_so: str) -> str:
     )
 
 
+def wrong_sign(history: History) -> str:
+    """Shows that the reward fell from the first steps on, smoothly."""
+    rewards = history.first("reward", WHOLE)
+    size = len(rewards) // 3
+    if size < 5 or len(history.rows) > WHOLE or learning_rate(history):
+        return ""
+    thirds = [rewards[i * size : (i + 1) * size] for i in range(3)]
+    means, largest = list(map(fmean, thirds)), max(a - b for a, b in pairwise(rewards))
+    smooth = largest < max(means[0] - means[2], 4 * noise(rewards))
+    if not (means[0] > means[1] > means[2] and smooth and is_apart(thirds[0], thirds[1], errors=3)):
+        return ""
+    return (
+        f"the reward falls from the first steps on (means {', '.join(map(number, means))} of a third each): the sign "
+        "of the loss, of the advantage or of the reward is wrong"
+    )
+
+
+def entropy_rose(history: History) -> str:
+    """Shows that the policy became noise."""
+    start, now = history.first("policy/entropy", 5), history.last("policy/entropy", 5)
+    if min(len(start), len(now)) < 5 or fmean(now) < ENTROPY * max(fmean(start), ENTROPY_FLOOR):
+        return ""
+    return (
+        f"the entropy rose from {number(fmean(start))} to {number(fmean(now))} nats per token: the policy turns into "
+        "noise. Lower the learning rate, the entropy bonus or the upper clip bound, or hold a KL"
+    )
+
+
 def no_kl(history: History) -> str:
     """Shows that no KL to a reference holds the policy."""
     absent = history.latest.get("beta", history.settings.beta) == 0
@@ -89,11 +124,11 @@ def blame(history: History, *, against: Side = "ref") -> list[Blamed]:
     sums: dict[Blamed, float] = {}
     first: dict[Blamed, int] = {}
     for index, completion in enumerate(history.completions.get(step, ())):
-        others = (completion.ref if against == "ref" else completion.sampler) or ()
+        other_logprobs = (completion.ref if against == "ref" else completion.sampler) or ()
         for position, delta in completion.log_ratios(against):
             token, logprob = str(completion.tokens[position]), completion.policy[position]
-            same = Blamed(step, 0, position, token, logprob, others[position], 0.0)
-            sums[same] = sums.get(same, 0.0) + k3(delta)
-            first.setdefault(same, index)
+            blamed = Blamed(step, 0, position, token, logprob, other_logprobs[position], 0.0)
+            sums[blamed] = sums.get(blamed, 0.0) + k3(delta)
+            first.setdefault(blamed, index)
     worst = [token for token in sorted(sums, key=lambda token: -sums[token])[:MANY] if sums[token] > 0]
     return [replace(token, completion=first[token], share=sums[token] / sum(sums.values())) for token in worst]

@@ -6,14 +6,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from klamp.doctor.alarm import Alarm, Evidence
+from klamp.doctor.alarm import KL, Alarm, Evidence
 from klamp.doctor.alarms import ALARMS, check_names
 from klamp.doctor.alarms_kl import is_reset
+from klamp.doctor.alarms_tokens import TO_TEACHER, teacher_alone
 from klamp.doctor.history import EARLY, Completion, History, Row, RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class AlarmFinding:
     """An alarm that rose in a run: when, and what was seen."""
 
     alarm: Alarm
@@ -26,9 +27,9 @@ class Finding:
     @property
     def in_a_line(self) -> str:
         """The step, the name, what was seen, and the likeliest cause."""
-        likely = "".join(f"; likely {cause}" for cause in self.evidence.causes[:1])
+        cause_text = "".join(f"; likely {cause}" for cause in self.evidence.causes[:1])
         start = f"alarm after step {self.first_step}: {self.alarm.name}: {self.alarm.text}"
-        return f"{start} ({self.evidence.text}{likely})"
+        return f"{start} ({self.evidence.text}{cause_text})"
 
     @property
     def since(self) -> str:
@@ -59,49 +60,55 @@ class Diagnosis:
     """Everything that the alarms found in a run."""
 
     history: History
-    findings: Sequence[Finding]
+    findings: Sequence[AlarmFinding]
     """Alarms first, then notes, each by the step in which it rose."""
+    checked: Sequence[str]
+    """The alarms that could have risen."""
     unchecked: dict[str, str]
-    """Alarm that could not be checked -> what the record lacks for it."""
-    concerned: int = len(ALARMS)
-    """Alarms that concern the run: those of a teacher only where it has one."""
+    """Alarm that could not have risen, though it concerns the run -> what the record lacks for it."""
+
+    @property
+    def concerned(self) -> int:
+        """The number of alarms that concern the run: those of a teacher only where it has one."""
+        return len(self.checked) + len(self.unchecked)
 
     @property
     def blind(self) -> str:
         """Why nothing can be said of the KL of a run that may have one, in words; empty where it was looked at."""
-        no_kl = self.history.latest.get("beta", self.history.settings.beta) == 0
-        return "" if no_kl or self.history.measures_kl else "no KL to the reference was found in the record"
+        declared_absent = self.history.latest.get("beta", self.history.settings.beta) == 0
+        about_teacher = TO_TEACHER in self.history.names and "teacher-inert" in self.checked
+        if declared_absent or about_teacher or any(KL in ALARMS[name].needs for name in self.checked):
+            return ""
+        little = "the record has too little of it: too few steps, or only sums over completions of unknown length"
+        return little if self.history.measures_kl else "no KL to the reference was found in the record"
 
     @property
     def empty(self) -> bool:
         """Whether nothing in the record could be checked."""
-        return not self.findings and (self.history.is_empty or len(self.unchecked) == self.concerned)
+        return not self.findings and (self.history.is_empty or not self.checked)
 
     def failed(self, names: Iterable[str] = ()) -> list[str]:
         """The names of the findings that make a check fail: of these names, or without names of all alarms."""
-        wanted, alarms = set(names), [finding.alarm for finding in self.findings]
-        return [alarm.name for alarm in alarms if (alarm.name in wanted if wanted else alarm.level == "alarm")]
+        chosen, alarms = set(names), [finding.alarm for finding in self.findings]
+        return [alarm.name for alarm in alarms if (alarm.name in chosen if chosen else alarm.level == "alarm")]
 
 
 def examine(history: History) -> Diagnosis:
     """Run every alarm over a run, or what the record holds of it, step by step, as if it happened again."""
     if is_reset(history):
         history.settings = replace(history.settings, moving_reference=True)
-    raised: dict[str, dict[int, Evidence]] = {}
+    evidences: dict[str, dict[int, Evidence]] = {}
     for view in history.replay():
         for alarm, evidence in _rising(view):
-            raised.setdefault(alarm.name, {}).setdefault(view.step, evidence)
-    held = _held(history)
-    lacks = {
-        name: ", ".join(" or ".join(need.split("|")) for need in alarm.needs if held.isdisjoint(need.split("|")))
-        for name, alarm in ALARMS.items()
-    }
-    findings = [_finding(ALARMS[name], by_step) for name, by_step in raised.items() if not lacks[name]]
+            evidences.setdefault(alarm.name, {}).setdefault(view.step, evidence)
+    contents = _contents(history)
+    concerned = {name: alarm for name, alarm in ALARMS.items() if not alarm.concerns or alarm.concerns in contents}
+    gaps = {name: _gap(alarm, history, contents) for name, alarm in concerned.items()}
+    findings = [_finding(ALARMS[name], by_step) for name, by_step in evidences.items() if gaps.get(name) == ""]
     findings.sort(key=lambda finding: (finding.alarm.level != "alarm", finding.first_step))
-    has_teacher = any(name.startswith(TEACHER) for name in held)
-    asked = [name for name, alarm in ALARMS.items() if has_teacher or not alarm.needs[0].startswith(TEACHER)]
-    unchecked = {name: lacks[name] for name in asked if lacks[name]}
-    return Diagnosis(history=history, findings=findings, unchecked=unchecked, concerned=len(asked))
+    unchecked = {name: gap for name, gap in gaps.items() if gap}
+    checked = [name for name in concerned if not gaps[name]]
+    return Diagnosis(history=history, findings=findings, checked=checked, unchecked=unchecked)
 
 
 def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:
@@ -110,21 +117,40 @@ def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:
             yield alarm, evidence
 
 
-def _finding(alarm: Alarm, by_step: Mapping[int, Evidence]) -> Finding:
-    first = min(by_step)
-    return Finding(alarm=alarm, first_step=first, last_step=max(by_step), steps=len(by_step), evidence=by_step[first])
+def _finding(alarm: Alarm, by_step: Mapping[int, Evidence]) -> AlarmFinding:
+    first, last = min(by_step), max(by_step)
+    return AlarmFinding(alarm=alarm, first_step=first, last_step=last, steps=len(by_step), evidence=by_step[first])
 
 
-TEACHER = "teacher/"
-"""How the metrics of a teacher begin; an alarm of it is not missed where there is none."""
+def _gap(alarm: Alarm, history: History, contents: set[str]) -> str:
+    """What a record lacks for an alarm to rise, in words; empty if it could have risen."""
+    parts = {need: [part.split("+") for part in need.split("|")] for need in alarm.needs}
+    absent = [need for need in alarm.needs if not any(contents.issuperset(part) for part in parts[need])]
+    if absent:
+        return ", ".join(need.replace("|", " or ").replace("+", " with ") for need in absent)
+    metrics = [need for need in alarm.needs if not any(contents - history.names >= {*part} for part in parts[need])]
+    steps = sum(all(any(row.metrics.keys() >= {*p} for p in parts[need]) for need in metrics) for row in history.rows)
+    return "" if steps >= alarm.steps or not metrics else f"{alarm.steps} steps with its metrics, not {steps}"
 
 
-def _held(history: History) -> set[str]:
-    """What a record holds, in the words of `Alarm.needs`."""
-    held = history.names | {f"settings.{name}" for name, value in asdict(history.settings).items() if value is not None}
-    held |= {"completions"} if history.completions else set()
-    held |= {"sampler_logprobs"} if history.tells_sampler else set()
-    return held | ({"evaluations"} if len(history.evaluations) > 1 else set())
+def _contents(history: History) -> set[str]:
+    """What a record holds, in the words of `Alarm.needs` and `Alarm.concerns`."""
+    written = [completion for completions in history.completions.values() for completion in completions]
+    rows, settings = history.rows, history.settings
+    flags = {
+        "completions": bool(written),
+        "sampler_logprobs": history.tells_sampler,
+        "loss masks": any(completion.trained is not None for completion in written),
+        "advantages": any(completion.advantage is not None for completion in written),
+        "evaluations": len(history.evaluations) > 1,
+        "the first step": bool(rows) and rows[0].step <= 1 and not settings.steps_counted,
+        "a teacher": settings.teacher_coef is not None or any(name.startswith("teacher/") for name in history.names),
+        "a teacher alone": teacher_alone(history),
+        "a chosen reference": settings.other_reference,
+        "the start as reference": not settings.other_reference,
+    }
+    words = {f"settings.{name}" for name, value in asdict(settings).items() if value is not None}
+    return history.names | words | {name for name, is_there in flags.items() if is_there}
 
 
 LATE = 150
@@ -138,7 +164,7 @@ class AlarmWatch:
         check_names(stop_on)
         self.history = History(settings=settings)
         self.reported, self.stop_on = set(reported), tuple(stop_on)
-        self.stopped_by: Finding | None = None
+        self.stopped_by: AlarmFinding | None = None
 
     def keep(
         self, *, rows: Iterable[Row] = (), evaluations: Iterable[Row] = (), completions: Iterable[Completion] = ()
@@ -150,17 +176,17 @@ class AlarmWatch:
         self.history.add_completions(list(completions))
         self.history.forget_completions()
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+    def step(self, step: int, metrics: Mapping[str, float]) -> list[AlarmFinding]:
         """The alarms that rise with the metrics of a step and were not told before."""
         self.keep(rows=[Row(step=step, metrics=metrics)])
         return list(self._look(step))
 
-    def evaluation(self, step: int, scores: Mapping[str, float]) -> list[Finding]:
+    def evaluation(self, step: int, scores: Mapping[str, float]) -> list[AlarmFinding]:
         """The alarms that rise with the scores of an evaluation and were not told before."""
         self.keep(evaluations=[Row(step=step, metrics=scores)])
         return list(self._look(step))
 
-    def _look(self, step: int) -> Iterator[Finding]:
+    def _look(self, step: int) -> Iterator[AlarmFinding]:
         for alarm, evidence in _rising(self.history):
             finding = _finding(alarm, {step: evidence})
             if alarm.name in self.stop_on and self.stopped_by is None:

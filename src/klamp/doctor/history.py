@@ -50,6 +50,8 @@ class RunSettings:
     eval_size: int | None = None
     teacher_coef: float | None = None
     """Coefficient of the KL to a teacher; None also where there is none."""
+    top_p: float | None = None
+    """The share of the distribution that the run samples from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,8 +258,8 @@ class History:
     def together(self, count: int, *names: str) -> list[list[float]]:
         """The values of several metrics in the last `count` steps that have all of them, as in `last`."""
         steps = (row.metrics for row in reversed(self.rows[-10 * count :]))
-        whole = (step for step in steps if all(math.isfinite(step.get(name, math.nan)) for name in names))
-        latest = list(islice(whole, count))[::-1]
+        complete = (step for step in steps if all(math.isfinite(step.get(name, math.nan)) for name in names))
+        latest = list(islice(complete, count))[::-1]
         return [[bounded(step[name]) for step in latest] for name in names]
 
     def first(self, name: str, count: int) -> list[float]:
@@ -276,7 +278,7 @@ class History:
 
     def replay(self) -> Iterator[History]:
         """The run as it was after each step and evaluation; always the same object, which grows."""
-        view = History(source=self.source, settings=self.settings)
+        view = History(source=self.source, settings=self.settings, unread=self.unread)
         events = heapq.merge(
             ((step, 0, step) for step in sorted(self.completions)),
             ((row.step, 1, row) for row in sorted(self.rows, key=lambda row: row.step)),

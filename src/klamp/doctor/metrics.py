@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias
 
 import yaml
 
-from klamp.doctor.history import RunSettings, Verifier
+from klamp.doctor.history import History, RunSettings, Verifier
 from klamp.errors import ConfigError, UnknownNameError, unknown_name
 from klamp.names import SHORT_METRICS
 
@@ -87,6 +87,8 @@ class Logs:
     other_kl: Mapping[str, str] = field(default_factory=dict)
     marks: Collection[str] = ()
     """Names that only this trainer logs: a record with one of them uses its names before those of the others."""
+    no_reference: str = ""
+    """Why its runs have no KL to a reference, for a trainer that has none by design."""
 
 
 LOGS: Mapping[str, Logs] = {trainer: Logs(**table) for trainer, table in _table("recorded.yaml").items()}
@@ -113,7 +115,14 @@ def names_in(logged: Collection[str]) -> Mapping[str, str]:
     return names
 
 
-# a logged row under klamp's names ------------------------------------------------------------------------------------
+def declare_no_reference(history: History, logged: Collection[str] = ()) -> None:
+    """Set beta to 0 for a trainer that has no reference by design, by the names it logs or its source, and say why."""
+    wrote = (logs for name, logs in LOGS.items() if history.source.startswith(name) or {*logs.marks} & {*logged})
+    reason = next((logs.no_reference for logs in wrote if logs.no_reference), "")
+    if reason and not any(name.startswith("kl/") for name in history.names):
+        history.settings = replace(history.settings, beta=0.0)
+        history.cautions.append(reason)
+
 
 STEP_NAMES = (
     *("train/global_step", "global_step", "training/global_step", "trainer/global_step", "global_step/max_steps"),
@@ -150,18 +159,32 @@ def own_name(name: str, theirs: Mapping[str, str] = NAMES) -> str | None:
     return None
 
 
-KL = re.compile(r"kl(?![a-z])|(?<![a-z])kl|kld", re.IGNORECASE)
-"""How the name of a KL shows."""
+KL = re.compile(r"kl(?![a-z])|(?<![a-z])kl|kld|log_?p(rob)?s?[_/](abs_)?diff|distill\w*[_/](loss|div)", re.IGNORECASE)
+"""How the name of a KL, or of another distance of two models, shows."""
 SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing|type|estimator|ctrl", re.IGNORECASE)
 """How the name of something about a KL shows that is none itself."""
+EXTREME = re.compile(r"[/_](max|min|std)$")
+OF_OLD = re.compile(r"ppo_?kl|approx_?kl|policykl|pre_post|(?<![a-z])old(?![a-z])", re.IGNORECASE)
+"""How the name of a KL to the policy before an update shows."""
+MODELS: Mapping[str, re.Pattern[str]] = {
+    "teacher": re.compile(r"teacher|distil|(?<![a-z])opd|student", re.IGNORECASE),
+    "sampler": re.compile(r"mismatch|rollout|vllm|sglang|infer|sampl|(?<![a-z])gen_|behav", re.IGNORECASE),
+}
+"""Model -> how the name of a KL to it, and not to the reference, shows."""
 
 
 def unread_kls(logged: Collection[str], read: Collection[str]) -> dict[str, str]:
     """The logged names of a KL that were not read -> what they are, if known; not the extremes beside a mean."""
-    beside = {name.rpartition("/")[0] + end for name in logged if name.endswith("/avg") for end in ("/min", "/max")}
-    rest = sorted(name for name in {*logged} - beside - {*read} if not name.startswith(EVALUATION_PREFIXES))
-    kls = [name for name in rest if KL.search(name) and not SETTING.search(name)]
-    return {name: OTHER_KL.get(name, OTHER_KL.get(name.removeprefix("train/"), "")) for name in kls}
+    means = {name: {EXTREME.sub(end, name) for end in ("", "/avg", "/mean", "_avg", "_mean")} for name in logged}
+    extremes = {name for name in logged if means[name] & {*logged} - {name}}
+    candidates = sorted(name for name in {*logged} - extremes - {*read} if not name.startswith(EVALUATION_PREFIXES))
+    texts = {name: OTHER_KL.get(name, OTHER_KL.get(name.removeprefix("train/"), "")) for name in candidates}
+    to_old = "between the policy and the one that sampled, not to the reference"
+    return {
+        name: text or (to_old if OF_OLD.search(name) else "")
+        for name, text in texts.items()
+        if text or (KL.search(name) and not SETTING.search(name))
+    }
 
 
 def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
@@ -191,10 +214,10 @@ def translate(
     names = names or {}
     numbers = {name: value for name in logged if (value := as_number(logged[name])) is not None}
     metrics = {ours: numbers[theirs] for ours, theirs in names.items() if theirs in numbers}
-    taken = set(names.values())
+    mapped = set(names.values())
     for name in sorted(numbers, key=lambda name: own_name(name) not in (name, name.removeprefix("train/"))):
         ours = own_name(name, theirs)
-        if ours is not None and ours not in names and name not in taken:
+        if ours is not None and ours not in names and name not in mapped:
             metrics.setdefault(ours, numbers[name])
     if "kl/k1" not in metrics and {"kl/k1_sequence", "length/mean"} <= metrics.keys():
         metrics["kl/k1"] = metrics["kl/k1_sequence"] / max(metrics["length/mean"], 1.0)
@@ -243,7 +266,7 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
     """The settings of a run, as far as its arguments (as TRL names them) and the names of its metrics say."""
     loss, scale, k3 = config.get("loss_type"), config.get("scale_rewards"), (names or {}).get("kl/k3", OVER_UPDATES)
     numbers: dict[str, Any] = {
-        name: float(x) for name in ("beta", "teacher_coef") if isinstance(x := config.get(name), int | float)
+        name: x for name in ("beta", "teacher_coef", "top_p") if isinstance(x := config.get(name), int | float)
     }
     if any("teacher" in name and "kl" in name for name in logged):
         numbers.pop("teacher_coef", None)  # the coefficient is logged, perhaps under another name
@@ -261,26 +284,27 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
 def settings_of_run(values: Mapping[str, Any], *, rl_skill: str | None = None) -> RunSettings:
     """The settings in a klamp run's config.yaml; `rl_skill`: the skill that is trained."""
     numbers = {name: x for name, value in values.items() if (x := as_number(value)) is not None and math.isfinite(x)}
-    whole = {name: int(x) for name, x in numbers.items()}
+    integers = {name: int(x) for name, x in numbers.items()}
     loss, reward = values.get("loss_type"), str(values.get("reward") or "")
-    others = values.get("advantage_baseline") == "leave_one_out"
+    leave_one_out = values.get("advantage_baseline") == "leave_one_out"
     rules = reward.partition(":")[0] in OWN_RULES or (values.get("task") == "arithmetic" and not reward)
-    named = any(values.get(name) for name in ("teacher_model", "teacher_url", "teacher_models"))
-    teacher = named or values.get("teacher_kind") in ("ema", "periodic", "live")
+    has_model = any(values.get(name) for name in ("teacher_model", "teacher_url", "teacher_models"))
+    teacher = has_model or values.get("teacher_kind") in ("ema", "periodic", "live")
     return RunSettings(
         beta=numbers.get("beta"),
         target_kl=numbers.get("target_kl"),
         # Dr. GRPO's baseline is the group's mean; klamp's default only averages over tokens as it does.
-        loss_type=f"{loss}, leave_one_out" if others else str(loss),
+        loss_type=f"{loss}, leave_one_out" if leave_one_out else str(loss),
         verifier="rules" if rules else None,
         scale_rewards=values.get("scale_rewards") or ("none" if loss == "dr_grpo" else "std"),
         other_reference=values.get("ref_model") is not None,
         moving_reference=values.get("reference") in ("ema", "periodic"),
-        prompts=whole.get("prompts_per_step"),
+        top_p=numbers.get("top_p"),
+        prompts=integers.get("prompts_per_step"),
         rl_skill=rl_skill,
-        eval_size=whole.get("eval_size"),
+        eval_size=integers.get("eval_size"),
         teacher_coef=numbers.get("teacher_coef") or None if teacher else None,
-        k3_over_updates=values.get("backend") == "verl" and whole.get("num_iterations", 1) > 1,
+        k3_over_updates=values.get("backend") == "verl" and integers.get("num_iterations", 1) > 1,
     )
 
 
@@ -291,9 +315,9 @@ def is_verl_line(line: Mapping[str, Any]) -> bool:
 
 def flat(line: Mapping[str, Any], depth: int = 3) -> dict[str, Any]:
     """A logged line as one row, nested names joined by `/`; of verl's file logger the data and step, null as NaN."""
-    verls, row = is_verl_line(line), dict[str, Any]()
-    for name, value in (line["data"] if verls else line).items():
+    from_verl, row = is_verl_line(line), dict[str, Any]()
+    for name, value in (line["data"] if from_verl else line).items():
         inner = flat(value, depth - 1) if depth and isinstance(value, dict) else {"": value}
         row |= {f"{name}/{part}".rstrip("/"): inner_value for part, inner_value in inner.items()}
-    lost = {name: math.nan for name, value in row.items() if value is None} if verls else {}
-    return row | lost | ({"step": line["step"]} if verls else {})
+    nulls = {name: math.nan for name, value in row.items() if value is None} if from_verl else {}
+    return row | nulls | ({"step": line["step"]} if from_verl else {})

@@ -1,13 +1,6 @@
 """The anchors of a run: the reference and the teachers, models that score its completions without gradient.
 
-frozen        a model of its own that never changes
-adapter_off   the policy with its LoRA adapter switched off: no weights of its own
-live          the policy as it is now; a teacher that sees another prompt
-ema           a copy that follows the policy slowly
-periodic      a copy that becomes the policy every so many steps
-remote        a vLLM server, see `klamp.scoring.vllm_reference`
-
-A teacher may see another prompt. The completion's own token ids stand behind it, so both models score the same tokens.
+A teacher may see another prompt. The completion's own token ids follow it, so both models score the same tokens.
 """
 
 from __future__ import annotations
@@ -17,20 +10,20 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config.teacher import TeacherConfig
-from klamp.errors import ConfigError, DataError, KLWarning, ModelError
+from klamp.errors import DataError, KLWarning, ModelError
 from klamp.hosts.common.anchors import check_tokens, no_prompt, prefix_kl
 from klamp.lab.config import TrainConfig, reference_kind
 from klamp.lab.models import device_of, load_model, load_policy, load_tokenizer
 from klamp.lab.sampling import encode_prompts
-from klamp.lab.tasks import check_prompts, prompt_text
 from klamp.lab.tasks.base import Example, Task
+from klamp.lab.tasks.files import check_prompts, prompt_text
 from klamp.scoring import vllm_reference
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions, Traits, check_same_vocabulary, output_size
@@ -40,16 +33,10 @@ from klamp.scoring.vllm_reference import VLLMReference, Who
 
 
 class LocalReference:
-    """An anchor with its weights on this machine, which it never changes: it gives whole distributions, and generates.
+    """An anchor with its weights on this machine: it gives whole distributions, and generates."""
 
-    It may have another device or data type than the policy; a lower precision shows up as a KL that is not 0 at the
-    first step.
-    """
-
-    def __init__(
-        self, model: nn.Module, *, name: str = "a frozen copy of the starting policy", traits: Traits | None = None
-    ) -> None:
-        self.model, self.name = model, name
+    def __init__(self, model: nn.Module, *, traits: Traits | None = None) -> None:
+        self.model = model
         self.scorer = Scorer(model, probe(model) if traits is None else traits)
 
     @contextmanager
@@ -67,19 +54,12 @@ class LocalReference:
         predictions = None if scores.predictions is None else scores.predictions.to(home)
         return replace(scores, logprobs=scores.logprobs.to(home), predictions=predictions)
 
-    def describe(self) -> str:
-        """Where the anchor comes from, in words."""
-        return self.name
-
 
 Reference: TypeAlias = LocalReference | VLLMReference
 
 
 class AdapterOffReference(LocalReference):
     """The policy with its LoRA adapter switched off, which needs no memory of its own."""
-
-    def __init__(self, policy: nn.Module, *, traits: Traits | None = None) -> None:
-        super().__init__(policy, name="the policy with its adapter off", traits=traits)
 
     @contextmanager
     def sampling_model(self) -> Iterator[nn.Module]:
@@ -91,8 +71,7 @@ class MovingReference(LocalReference):
     """A copy of the policy that follows it: by averaging (`decay`), or by copying it every `reset_steps`.
 
     Equation: ema ref <- decay ref + (1 - decay) policy after every step; periodic ref <- policy.
-    The average is kept in float32 beside a model in 16 bits, which is its rounding: in bfloat16 a hundredth of a small
-    distance is rounded away at every step, and most of the distance would stay.
+    The average is float32 beside a model in 16 bits: bfloat16 would round a hundredth of a small distance away.
     A KL to a moving reference does not bound the distance from the start; the trainer logs the KL to `original` too.
 
     Source: EMA-PG arXiv:2602.04417 (ema)
@@ -110,9 +89,7 @@ class MovingReference(LocalReference):
     ) -> None:
         learned = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
         wide = decay is None or all(p.dtype in (torch.float32, torch.float64) for p in learned)
-        words = f"with decay {decay:g}" if decay is not None else f"reset to it every {reset_steps} steps"
-        name = f"a copy that follows the policy, {words}"
-        super().__init__(model.requires_grad_(False).eval(), name=name, traits=traits)
+        super().__init__(model.requires_grad_(False).eval(), traits=traits)
         self.decay, self.reset_steps = decay, reset_steps
         self.average = self.model if wide else copy.deepcopy(self.model).float()
         self.average.register_load_state_dict_post_hook(lambda *_: self._round())  # a checkpoint holds the average
@@ -129,13 +106,9 @@ class MovingReference(LocalReference):
 
     @torch.no_grad()
     def _round(self) -> None:
-        """Give the model the average in its own data type."""
         if self.average is not self.model:
             for rounded, mine in zip(self.model.parameters(), self.average.parameters(), strict=True):
                 rounded.copy_(mine)
-
-
-# scoring --------------------------------------------------------------------------------------------------------------
 
 
 def score_rows(
@@ -173,12 +146,11 @@ def of_part(predictions: Predictions, rows: Tensor, part: slice) -> Predictions 
     return replace(predictions, values=predictions.values[first : first + count]) if count else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Taught:
+class TeacherScores(NamedTuple):
     """How the teachers of a rollout scored its B completions of T tokens."""
 
     logprobs: Tensor  # [B, T] log-probabilities of the tokens, each under its own teacher
-    parts: tuple[tuple[Tensor, Predictions], ...] = ()  # of each, [B] bool its rows, [R, T, ...] its predictions
+    parts: Sequence[tuple[Tensor, Predictions]]  # of each teacher, [B] bool its rows, [R, T, ...] its predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +163,6 @@ class Teachers:
     prompts: Mapping[str, str]  # a prompt -> the text that the teacher sees in its place; empty: the same
 
     def key(self, example: Example) -> str:
-        """Which of the teachers a prompt has."""
         return str(example.fields.get(self.config.teacher_key)) if self.config.teacher_key else ""
 
     def rows(self, key: str, examples: Sequence[Example]) -> Tensor:
@@ -212,7 +183,7 @@ class Teachers:
 
     def score(
         self, examples: Sequence[Example], completions: Completions, *, temperature: float, parts: Sequence[slice]
-    ) -> Taught:
+    ) -> TeacherScores:
         """Score a rollout in parts: every row by its own teacher, whose numbers return to that row."""
         completions, whole = self.completions(examples, completions), prefix_kl(self.config) is not None
         logprobs = torch.zeros(completions.ids.shape, device=completions.ids.device)
@@ -222,11 +193,10 @@ class Teachers:
             options: dict[str, Any] = {"temperature": temperature, "parts": parts, "keep": rows if whole else None}
             scores, predicted = score_rows(model, completions, rows, **options)
             logprobs[rows] = scores[rows]
+            if self.config.kind == "live" and predicted is not None and predicted.head is not None:
+                predicted = replace(predicted, head=predicted.head.copied())  # the head is that of the whole step
             predictions += [] if predicted is None else [(rows, predicted)]
-        return Taught(logprobs=logprobs, parts=tuple(predictions))
-
-
-# loading --------------------------------------------------------------------------------------------------------------
+        return TeacherScores(logprobs, predictions)
 
 
 def frozen_model(name: str, policy: Any, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, who: Who) -> Any:
@@ -260,9 +230,8 @@ def load_reference(
     if kind == "remote":
         return connect(config, task, tokenizer)
     if own is not None:
-        name = config.model.ref_model
-        options: dict[str, Any] = {"name": f"{name}, frozen"} if name else {"traits": traits}
-        return LocalReference(placed(own, config).requires_grad_(False).eval(), **options)
+        own = placed(own, config).requires_grad_(False).eval()
+        return LocalReference(own, traits=None if config.model.ref_model else traits)
     if kind != "adapter_off":  # a copy of the policy as it was before the first step
         start = load_policy(config, load_model(config.model.model, config.model.dtype)) if config.run.resume else model
         model = placed(copy.deepcopy(start), config)
@@ -275,7 +244,7 @@ def load_reference(
 def of_policy(kind: str, who: Who, model: nn.Module, traits: Traits, config: TrainConfig) -> LocalReference:
     """An anchor that is made of the policy: live or adapter_off of its module, ema or periodic of a copy."""
     if kind == "live":
-        return LocalReference(model, name="the policy itself", traits=traits)
+        return LocalReference(model, traits=traits)
     if kind == "adapter_off":
         return AdapterOffReference(model, traits=traits)
     fields = config.flat()
@@ -284,26 +253,14 @@ def of_policy(kind: str, who: Who, model: nn.Module, traits: Traits, config: Tra
 
 
 def placed(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """The reference's weights on the device and in the data type that the configuration names."""
-    kl = config.kl
-    dtype = None if kl.reference_dtype is None else getattr(torch, kl.reference_dtype)
-    try:
-        return model.to(device=kl.reference_device or device_of(config), dtype=dtype)
-    except (RuntimeError, AssertionError) as error:  # torch's own, also where it was built without CUDA
-        if kl.reference_device is None:
-            raise
-        raise ConfigError(
-            "reference_device cannot be used",
-            got=kl.reference_device,
-            why=str(error).partition("\n")[0],
-            fix="name a device of this machine (cpu, cuda:1), or leave it out for the policy's",
-        ) from error
+    """The reference's weights on the policy's device, in the data type that the configuration names."""
+    name = config.kl.reference_dtype
+    return model.to(device=device_of(config), dtype=None if name is None else getattr(torch, name))
 
 
 def load_teachers(
     config: TrainConfig, scorer: Scorer, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> Teachers | None:
-    """The teachers of a run, ready to score; None if it has none."""
     teacher, policy, models = config.teacher, scorer.model, dict[str, Reference]()
     if not teacher.there:
         return None
@@ -314,8 +271,8 @@ def load_teachers(
         models[""] = connect(config, replace(task, train=shown), tokenizer, who="teacher")
     elif teacher.kind == "frozen":
         for key, name in teacher.models.items():
-            model = frozen_model(name, policy, tokenizer, config, "teacher").to(device_of(config))
-            models[key] = LocalReference(model, name=f"{name}, frozen")
+            model = frozen_model(name, policy, tokenizer, config, "teacher")
+            models[key] = LocalReference(model.to(device_of(config)))
     else:
         own = copy.deepcopy(policy) if teacher.kind in ("ema", "periodic") else policy
         models[""] = of_policy(teacher.kind, "teacher", own, scorer.traits, config)
@@ -357,12 +314,9 @@ def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokeni
             raise no_prompt(column, example.fields)
         text = prompt_text(example.fields[column], config.task, tokenizer, where=f"{column} of prompt {row}")
         if prompts.setdefault(example.prompt, text) != text:
-            raise DataError(
-                "one prompt has two prompts for the teacher",
-                got=repr(example.prompt[:200]),
-                why="a completion of it could not say which of them the teacher answers",
-                fix="make the prompts differ, or keep one of the rows",
-            )
+            what, fix = "one prompt has two prompts for the teacher", "make the prompts differ, or keep one of the rows"
+            why = "a completion of it could not say which of them the teacher answers"
+            raise DataError(what, got=repr(example.prompt[:200]), why=why, fix=fix)
     for example in task.held_out:
         if value := example.fields.get(column):
             text = prompt_text(value, config.task, tokenizer, where=f"{column} of a held-out prompt")
@@ -371,14 +325,9 @@ def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokeni
 
 
 def check_keys(config: TrainConfig, task: Task, models: Mapping[str, str]) -> None:
-    """Refuse prompts whose key names no teacher."""
     column = config.teacher.teacher_key
     for example in task.train if column else ():
-        key = str(example.fields.get(column))
-        if key not in models:
-            raise DataError(
-                f"a prompt names a teacher that there is none of: {key!r}",
-                got=f"{column}={key!r}, teacher_models={', '.join(models)}",
-                why="its completions would be scored by nobody",
-                fix=f"add {key}=MODEL to teacher_models, or repair the row",
-            )
+        if (key := str(example.fields.get(column))) not in models:
+            got = f"{column}={key!r}, teacher_models={', '.join(models)}"
+            why, fix = "nothing would score its completions", f"add {key}=MODEL to teacher_models, or repair the row"
+            raise DataError(f"a prompt names a teacher that does not exist: {key!r}", got=got, why=why, fix=fix)

@@ -1,7 +1,6 @@
 """The backends of `klamp train`: what each one refuses, and how a run starts: in klamp's own loop, by TRL or by verl.
 
-A field is translated into the engine's own arguments, or it is refused: nothing that a user sets is ignored. No library
-of a backend is loaded before a run starts.
+A field is translated into the engine's own arguments, or it is refused: nothing that a user sets is ignored.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
     """Run a configuration by klamp's own loop, from its first step (or its newest checkpoint) to its last.
 
-    The observers receive what happens; the run's folder and trackers are served besides.
-
     Raises:
         ConfigError: what the loop cannot honour, before any work.
         KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
@@ -63,9 +60,6 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         raise ConfigError("train_run trains by klamp's own loop", got=got, why=why, fix=fix)
     check_backend(config)
     return Trainer.train(config, observers)
-
-
-# refusals -------------------------------------------------------------------------------------------------------------
 
 
 def _beta_moves(kl: KLConfig) -> bool:
@@ -217,14 +211,10 @@ def check_backend(config: TrainConfig) -> None:
     refuse(hosted(config))
 
 
-# launchers ------------------------------------------------------------------------------------------------------------
-
-
 def launch(config: TrainConfig, argv: Sequence[str]) -> None:
     """Run the configuration that the arguments `argv` of `klamp train` made; returns if TRL trained in this process.
 
-    klamp makes the run's folder and writes its configuration. The engine's program then takes the place of this
-    process, or, for TRL in one process, runs in it. Output, checkpoints, logs and processes are the engine's.
+    The engine's program takes the place of this process, or, for TRL in one process, runs in it.
 
     Raises:
         KlampError: what does not fit, before any work.

@@ -7,9 +7,7 @@
     checkpoints/step-000050/identity.json   the run's ID and configuration, SHA-256 of its model and data
     checkpoints/step-000050/checksums.json  SHA-256 of all other files
 
-A checkpoint is written to a temporary folder and renamed once it is on the disk, after the lines of its steps: a killed
-run leaves a whole checkpoint or none. Each file is read and compared with its checksum before a run goes on from it.
-A resume compares its configuration with the one in `identity.json`, and refuses what it must not change.
+It is written to a temporary folder and renamed once it is on the disk: a killed run leaves a whole checkpoint or none.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from klamp.doctor.readers.klamp_run import changes_of, in_words
 from klamp.errors import ConfigError, RunFolderError
 from klamp.files import at_home, followed, json_of
 from klamp.lab import folders
-from klamp.lab.config import TrainConfig, reference_kind
+from klamp.lab.config import WATCHING, TrainConfig, reference_kind
 from klamp.lab.folders import CHECKPOINTS, OWN, POLICY, SEAL, checkpoints, sync, write_whole
 from klamp.lab.tasks.arithmetic import base_model_folder, make_readable, without_bars
 from klamp.lab.tasks.base import has_own_prompts
@@ -57,12 +55,8 @@ IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_
 """Fields that name a model or data: another name of the same contents is the same run."""
 ADDRESSES = ("reference_url", "teacher_url")
 """Fields that say where a server is: its answers are compared, see `klamp.lab.evaluation`."""
-MAY_CHANGE = (
-    *("max_steps", "learning_rate", "max_grad_norm", "beta", "target_kl", "kl_controller", "stop_on"),
-    *("save_every", "keep_checkpoints", "eval_every"),
-    *("log_completions", "log_completions_every", "log_answers", "report_to"),
-)
-"""All other fields that a resume may change: what people change after a spike, saving, evaluation and logging."""
+MAY_CHANGE = (*WATCHING, "max_steps", "learning_rate", "max_grad_norm", "beta", "target_kl", "kl_controller")
+"""All other fields that a resume may change: what people change after a spike, and what it saves and logs."""
 SUMMED = (".safetensors", ".bin", ".json", ".model", ".txt")  # the files of a folder that make a model what it is
 
 
@@ -79,8 +73,7 @@ def save(
 ) -> Path:
     """Write the checkpoint of a step completely or not at all, and delete all but the newest `keep`.
 
-    Of a policy with an adapter, only the adapter is written. `anchors`: weights of a reference or teacher that moves,
-    by name. `documents`: name of a JSON file -> its content.
+    `anchors`: the references and teachers that move, by name. `documents`: name of a JSON file -> its content.
     """
     folder = output_dir / CHECKPOINTS / f"{OWN}{step:06d}"
     part = folders.part_of(folder)
@@ -119,9 +112,6 @@ def whole_newest(output_dir: Path) -> Path | None:
         fix = "check --output_dir and --backend, or start anew without --resume in another folder"
         raise RunFolderError("there is no checkpoint to continue from", got=str(output_dir), why=why, fix=fix)
     return None
-
-
-# checksums ------------------------------------------------------------------------------------------------------------
 
 
 def seal(folder: Path) -> None:
@@ -181,11 +171,7 @@ def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
     return RunFolderError("the checkpoint is damaged", got=str(checkpoint), why=why, fix=fix)
 
 
-# reading --------------------------------------------------------------------------------------------------------------
-
-
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the JSON state of a checkpoint."""
     with reading(checkpoint):
         state = json_of((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         if missing := sorted(STATE - state.keys()):
@@ -195,21 +181,13 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
         return state
 
 
-def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Load the saved moments into the optimizer; only tensors and numbers are read, no code is run."""
+def load_weights(checkpoint: Path, optimizer: Optimizer, anchors: Mapping[str, nn.Module]) -> None:
+    """Load the moments of the optimizer, and the weights of the references and teachers that move, by name."""
     with reading(checkpoint):
-        saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+        saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)  # runs no code
         optimizer.load_state_dict(saved)
-
-
-def load_anchors(checkpoint: Path, anchors: Mapping[str, nn.Module]) -> None:
-    """Load the weights of a reference or a teacher that moves, by name."""
-    with reading(checkpoint):
         for name, model in anchors.items():
             load_model(model, str(checkpoint / f"{name}.safetensors"))
-
-
-# which run goes on ----------------------------------------------------------------------------------------------------
 
 
 def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
@@ -242,7 +220,6 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
 
 
 def new_run(checkpoint: Path) -> str:
-    """How to start a new run from a checkpoint."""
     return f"start a new run from that checkpoint: klamp train --model {folders.policy_in(checkpoint)} --output_dir NEW"
 
 
@@ -253,7 +230,6 @@ def identity(config: TrainConfig, stored: Path | None = None) -> dict[str, Any]:
 
 
 def identity_in(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint stores of its run."""
     try:
         stored = json_of((checkpoint / IDENTITY).read_text(encoding="utf-8"))
         return {"run": str(stored["run"]), "config": dict(stored["config"]), "sha256": dict(stored["sha256"])}

@@ -1,7 +1,6 @@
 """The configuration of a training run: `TrainConfig`, made of one frozen section per subject.
 
-Field names are unique across the classes, so that a YAML file and the command line can be flat. What the backend that
-is asked for cannot honour is refused where a run begins, by `klamp.lab.backends`: a record can always be read.
+Field names are unique across the classes, so that a YAML file and the command line can be flat.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_type_hints
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
-from klamp.config.fields import check_cluster, check_server, check_settings, resolve_aliases, setting
+from klamp.config.fields import check_cluster, check_server, resolve_aliases, setting
 from klamp.config.kl import DType
 from klamp.config.teacher import ALL_ALIASES
 from klamp.core.arguments import (
@@ -24,6 +23,7 @@ from klamp.core.arguments import (
     FROM_0_BELOW_1,
     POSITIVE,
     Numbers,
+    check_fields,
 )
 from klamp.core.controllers import Schedule
 from klamp.doctor.alarms import check_names
@@ -67,7 +67,7 @@ class ModelConfig:
     """Recompute activations in the backward pass to save memory."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class RolloutConfig:
     """Address of a vLLM server that `trl vllm-serve` runs, which writes them instead (backend trl); None: no server."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
         check_server(self.sampler_url, "sampler_url", key="your ~/.netrc, which TRL's client reads")
 
 
@@ -124,7 +124,7 @@ class OptimConfig:
     """Parts that a step is computed in; the result is that of the whole, exactly."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class RunConfig:
     """More arguments of verl, KEY=VALUE as in Hydra (backend verl); they come last, and win."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
         if self.report_to == ("none",):  # as transformers and TRL have it
             object.__setattr__(self, "report_to", ())
         if (self.output_dir or "").startswith("~"):
@@ -201,7 +201,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
         length = self.rollout.max_completion_length
         build_objective(self.kl, self.loss, max_length=length, teacher=self.teacher)
         refuse(_refusals(self))
@@ -220,14 +220,12 @@ class TrainConfig:
         sampled = teacher.teacher_estimator in ("k1", "k3") or teacher.teacher_horizon == "sequence"
         sampled |= teacher.teacher_estimator == "topk" and teacher.teacher_tail == "sampled"
         if cut and sampled and teacher.there and teacher.teacher_placement == "loss":
-            said = "the KL to the teacher is that over what it keeps. For the KL over all words"
+            effect = "the KL to the teacher is that over what it keeps. For the KL over all words"
             if teacher.teacher_off_policy == "none":
-                said = (
-                    "without the weight policy / sampler the KL to the teacher is off. Set teacher_off_policy="
-                    f"{teacher.teacher_horizon!r} for the KL over what it keeps, or"
-                )
+                effect = "without the weight policy / sampler the KL to the teacher is off. Set teacher_off_policy="
+                effect += f"{teacher.teacher_horizon!r} for the KL over what it keeps, or"
             top_p, top_k = self.rollout.top_p, self.rollout.top_k
-            yield f"top_p={top_p:g} and top_k={top_k} cut the sampler: {said} sample the whole policy."
+            yield f"top_p={top_p:g} and top_k={top_k} cut the sampler: {effect} sample the whole policy."
         if self.model.master_weights == "none" and (self.model.dtype == "float32" or self.model.lora_r):
             yield "master_weights='none' has no effect: float32 weights, which all LoRA adapters are, have no copies."
         if self.kl.kl_early_stop is not None and once:
@@ -267,6 +265,11 @@ def field_owners() -> dict[str, str]:
     return {f.name: name for name, cls in section_classes().items() for f in dataclasses.fields(cls)}
 
 
+WATCHING = (
+    *("stop_on", "save_every", "keep_checkpoints", "eval_every"),
+    *("log_completions", "log_completions_every", "log_answers", "report_to"),
+)
+"""Fields that change what a run saves, evaluates and logs, and not what it learns."""
 USER = re.compile(r"[A-Za-z][\w+.-]*://[^/?#\s]*@")
 """The beginning of a URL that names a user."""
 

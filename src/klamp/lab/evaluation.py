@@ -1,10 +1,4 @@
-"""What is asked of a run's weights.
-
-`evaluate` asks for every skill on held-out prompts, whose answers are decoded greedily or read. `check_completions`
-asks whether the completions that a run kept are those of the weights that wrote them. `fingerprints` are of what a run
-learns from: its task, its chat template, and the models that score its completions. A text has its SHA-256. A model has
-the log-probabilities of a few fixed tokens, so that one behind a server has a fingerprint too.
-"""
+"""Scores of skills on held-out prompts, the sync of sampler and trainer, and fingerprints of task and anchors."""
 
 from __future__ import annotations
 
@@ -14,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +20,7 @@ from klamp.lab.anchors import LocalReference, Reference
 from klamp.lab.checkpoint import new_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import checkpoint_folders, lines_of, number_of, policy_in
-from klamp.lab.models import load_model, load_tokenizer, with_adapter
+from klamp.lab.models import load_model, load_tokenizer, saved_policy
 from klamp.lab.rollouts import completed
 from klamp.lab.sampling import encode_prompts
 from klamp.lab.setup import Context
@@ -40,15 +34,8 @@ READ_AT_ONCE = 16  # answers whose logits are held at a time
 ROWS = 8  # completions of a step that are scored again
 
 
-class Evaluation(NamedTuple):
-    """What an evaluation found."""
-
-    scores: dict[str, float]  # skill -> mean score
-    answers: list[dict[str, Any]]  # the first answers of each skill, as lines of answers.jsonl
-
-
-def evaluate(context: Context) -> Evaluation:
-    """Decode every held-out prompt greedily and score it; a skill of `Task.read` is read instead."""
+def evaluate(context: Context) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Skill -> mean score of greedy answers (of `Task.read`: probabilities); the first answers of each skill."""
 
     def logprobs(completions: Completions) -> Tensor:
         return score(context.policy, completions, temperature=1.0).logprobs
@@ -62,7 +49,7 @@ def evaluate(context: Context) -> Evaluation:
             ratings = [row["score"] for row in rows]
             answers += rows[: context.config.run.log_answers]
         scores[skill] = sum(ratings) / max(1, len(examples))
-    return Evaluation(scores, answers)
+    return scores, answers
 
 
 def _answered(
@@ -80,7 +67,7 @@ def _answered(
 
 
 def teacher_answers(context: Context) -> list[dict[str, Any]]:
-    """What the teachers that can write here answer greedily, each behind the prompt that it sees; as `answers`."""
+    """The greedy answers of local teachers, each behind the prompt that it sees; as those of `evaluate`."""
     task, teachers, count = context.task, context.teachers, context.config.run.log_answers
     if teachers is None:
         return []
@@ -134,10 +121,9 @@ def answers_as_completions(
 
 
 def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, SyncReport]]:
-    """What sampler and trainer reported, at each step whose weights are at hand: (step, report), the first step first.
+    """Steps whose completions and weights are at hand, with the gaps of sampler and trainer.
 
-    The first step's weights are those of the model that the run started from; those of step N + 1 are in the checkpoint
-    of step N.
+    The first step has the weights of the starting model, step N + 1 those of the checkpoint of step N.
     """
     completions, model = _sampled_rows(folder / COMPLETIONS), config.model
     counted = config.optim.num_iterations if config.run.backend == "trl" else 1  # TRL counts updates
@@ -154,10 +140,9 @@ def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, 
     start = load_model(model.model, model.dtype)
     for step in steps:
         saved, rows, policy = weights[step], completions[step], start
-        if saved is not None and model.lora_r:
-            policy = with_adapter(load_model(model.model, model.dtype), model, policy_in(saved)).eval()
-        elif saved is not None:
-            policy = load_model(str(policy_in(saved)), model.dtype)
+        if saved is not None:
+            base = load_model(model.model, model.dtype) if model.lora_r else start  # it gets the adapter
+            policy = saved_policy(model, base, policy_in(saved)).eval()
         report = check_sync(
             policy,
             [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows],
@@ -182,14 +167,12 @@ def _sampled_rows(file: Path) -> dict[int, list[dict[str, Any]]]:
     return {step: rows[:ROWS] for step, rows in completions.items()}
 
 
-# fingerprints ---------------------------------------------------------------------------------------------------------
-
 PROBES, PROBE_TOKENS = 4, 8  # prompts whose first tokens are scored, and how many
 SAME = 0.05  # nats by which the log-probabilities of one model may differ: other kernels, other batches
 
 
 def fingerprints(context: Context) -> dict[str, Any]:
-    """Name -> SHA-256, or log-probabilities in nats, of a run that is loaded."""
+    """Name -> SHA-256 of a text, or log-probabilities in nats of a few tokens under a reference or teacher."""
     template = getattr(context.tokenizer, "chat_template", None)
     rows = {"": context.task.train, **context.task.evaluation}  # the prompts as the policy sees them
     texts = {skill: [(example.prompt, example.answer) for example in examples] for skill, examples in rows.items()}
@@ -202,28 +185,21 @@ def fingerprints(context: Context) -> dict[str, Any]:
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: Path) -> None:
-    """Refuse to go on with another task, template, reference or teacher than a run was started with.
-
-    What only one of the two has is not compared.
-    """
+    """Refuse to resume with another task, template, reference or teacher; compares what both have."""
     for name in saved.keys() & now.keys():
         if difference := _difference(saved[name], now[name]):
-            raise ConfigError(
-                f"the {name} is another one than it was",
-                got=difference,
-                why="the run would go on towards another policy, and its curve would not show it",
-                fix=f"use the {name} that the run was started with, or {new_run(checkpoint)}",
-            )
+            why = "the run would go on towards another policy, and its curve would not show it"
+            fix = f"use the {name} that the run was started with, or {new_run(checkpoint)}"
+            raise ConfigError(f"the {name} is another one than it was", got=difference, why=why, fix=fix)
 
 
 def _difference(saved: Any, now: Any) -> str:
     """How two fingerprints differ; empty: they do not."""
     if isinstance(saved, str) or isinstance(now, str):
         return "" if saved == now else f"SHA-256 {saved}, now {now}"
-    far = max((abs(x - y) for x, y in zip(saved, now, strict=False)), default=0.0)
-    if len(saved) == len(now) and far <= SAME:
-        return ""
-    return f"log-probabilities of the same tokens differ by up to {far:.3g} nats"
+    gap = max((abs(x - y) for x, y in zip(saved, now, strict=False)), default=0.0)
+    same = len(saved) == len(now) and gap <= SAME
+    return "" if same else f"log-probabilities of the same tokens differ by up to {gap:.3g} nats"
 
 
 def _sha256(content: Any) -> str:

@@ -7,10 +7,10 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from klamp.doctor.readers.files import object_in
 from klamp.doctor.readers.klamp_run import HISTORY, UNTIL, changes_of, history_of, in_force, shown
@@ -19,8 +19,6 @@ from klamp.files import at_home, json_of, with_end, yaml_of
 from klamp.lab.config import TrainConfig, field_owners
 from klamp.lab.tasks.base import short_name
 from klamp.names import CONFIG, OUTCOME
-
-Value = TypeVar("Value")
 
 SCORE = "eval/"  # how the name of a skill's score begins in metrics.jsonl
 CHECKPOINTS = "checkpoints"  # the folder inside a run's folder that holds one folder per checkpoint
@@ -43,20 +41,6 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
-def lines_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """The objects in a JSONL file that belong to a step up to this one."""
-    return [row for row in lines_of(file) if step_of(row) <= step]
-
-
-def each_readable(rows: Iterable[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Value]) -> list[Value]:
-    """What `read` makes of each row; rows that lack a value, or hold one of another type, are left out."""
-    values: list[Value] = []
-    for row in rows:
-        with suppress(LookupError, TypeError, ValueError, ArithmeticError):
-            values.append(read(row))
-    return values
-
-
 def row_of(line: str) -> dict[str, Any] | None:
     """The object in a line of JSON; None if it holds no object."""
     with suppress(ValueError, RecursionError):
@@ -74,9 +58,6 @@ def scores_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The scores of an evaluation in a row of metrics.jsonl: skill -> score; empty for the row of a step."""
     scores = {name.removeprefix(SCORE): value for name, value in row.items() if name.startswith(SCORE)}
     return {name: value for name, value in scores.items() if isinstance(value, int | float)}  # a line may be damaged
-
-
-# checkpoints ----------------------------------------------------------------------------------------------------------
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
@@ -121,7 +102,6 @@ def number_of(checkpoint: Path) -> int:
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint's folder belongs to."""
     return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
 
 
@@ -129,9 +109,6 @@ def tidy(output_dir: Path, *, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, and what a killed run left half written."""
     for folder in (*(output_dir / CHECKPOINTS).glob(f".{OWN}*"), *checkpoints(output_dir)[:-keep]):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-# config.yaml: what is in force now, and under `history` what was in force until which step ----------------------------
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
@@ -168,9 +145,6 @@ def with_history(config: TrainConfig, past: Mapping[str, Any], step: int) -> dic
     if changes := changes_of(in_force(past, step), now):
         entries.append({UNTIL: step, **{name: old for name, (old, _) in changes.items()}})
     return now | ({HISTORY: entries} if entries else {})
-
-
-# the folder -----------------------------------------------------------------------------------------------------------
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -222,7 +196,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """Refuse to write over another run, or to continue one that is not there."""
     exists, inside = os.path.lexists(folder), list(folder.iterdir()) if folder.is_dir() else []
     full = not all(path.name in BEGUN or (path.name == CHECKPOINTS and not any(path.iterdir())) for path in inside)
-    is_run, what, why, fix = (folder / CONFIG).exists(), "", "", ""
+    is_run = (folder / CONFIG).exists()
     if exists and not folder.is_dir():
         what = f"the output folder is {'a file' if folder.exists() else 'a link that leads nowhere'}"
         why, fix = "a run writes several files into a folder", "choose another --output_dir"
@@ -233,8 +207,9 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     elif resume and not is_run and (full or not exists):
         what, why = "there is no run to continue in the output folder", f"it has no {CONFIG}"
         fix = "check --output_dir, or leave --resume out"
-    if what:
-        raise RunFolderError(what, got=str(folder), why=why, fix=fix)
+    else:
+        return
+    raise RunFolderError(what, got=str(folder), why=why, fix=fix)
 
 
 def unwritable(folder: Path, cause: Exception | str) -> RunFolderError:

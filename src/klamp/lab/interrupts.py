@@ -26,10 +26,7 @@ class Interrupt:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[Interrupt]:
-    """Let Ctrl-C, SIGTERM and SIGHUP end a run after the step under way, with its state saved.
-
-    A SIGHUP that is ignored, as `nohup` does, stays ignored.
-    """
+    """Let signals end a run after the step under way; a SIGHUP that is ignored, as `nohup` does, stays ignored."""
     interrupt = Interrupt()
     if threading.current_thread() is not threading.main_thread():
         yield interrupt

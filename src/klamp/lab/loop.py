@@ -8,9 +8,8 @@
     log_train               a line and TensorBoard scalars per step
     Trainer                 a configured run: schedule, evaluation, checkpoints, alarms, resume
 
-All but `take_step` and `Trainer` are the functions of a guide from scratch (docs/sources.md), which prints
-kl_coef * mean(log policy - log ref) as the loss. They return that value. Differentiated as printed, its expected
-gradient is zero, so the gradient here is that of KL(policy || ref). A test compares each with `Trainer`, bit by bit.
+All but `take_step` and `Trainer` are the functions of a guide from scratch (docs/sources.md). Its loss, differentiated
+as printed, has an expected gradient of zero: the value here is the printed one, the gradient that of KL(policy || ref).
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from klamp.core.masking import Totals, masked_mean
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
-from klamp.hosts.common.anchors import STEP_ZERO_KL, likely_reasons, step_zero_text
+from klamp.hosts.common.anchors import STEP_ZERO_KL
 from klamp.hosts.common.control import go_on_from, held_kl
 from klamp.lab import checkpoint, updates
-from klamp.lab.anchors import AdapterOffReference, LocalReference
+from klamp.lab.anchors import LocalReference
 from klamp.lab.checkpoint import check_resume, identity
 from klamp.lab.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.lab.evaluation import check_same, evaluate, fingerprints, teacher_answers
-from klamp.lab.folders import checkpoints, lines_until, number_of, opened_folder, scores_of
+from klamp.lab.folders import checkpoints, lines_of, number_of, opened_folder, scores_of, step_of
 from klamp.lab.interrupts import Interrupt, deferred_interrupts
-from klamp.lab.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers
+from klamp.lab.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers, stopped_by
 from klamp.lab.rollouts import Rollout, collect, measure_reference_length
 from klamp.lab.sampling import examples_of_step
 from klamp.lab.setup import Context, build, check_processes
@@ -207,7 +206,6 @@ def grpo_microbatch_step(
 
 
 def needed_reference(ref_model: nn.Module | None, kl_coef: float) -> nn.Module:
-    """The reference, refused if it is missing."""
     if ref_model is None:
         raise ConfigError(
             "kl_coef is positive and there is no reference",
@@ -224,7 +222,7 @@ def _log_probs(model: nn.Module, completions: Completions, temperature: float) -
     return score(model, completions, temperature=temperature).logprobs
 
 
-class Step(NamedTuple):
+class StepOutput(NamedTuple):
     """What one step of GRPO gave."""
 
     rollout: Rollout  # the completions that were trained on
@@ -234,7 +232,7 @@ class Step(NamedTuple):
 
 def take_step(
     context: Context, optimizer: Optimizer, examples: Sequence[Example], *, step: int, total_steps: int
-) -> Step:
+) -> StepOutput:
     """One step of GRPO: sample and score completions, update the policy, measure, adjust beta.
 
     `step` counts from 0, and with the seed it determines every draw. After a RewardError the weights are as they were.
@@ -254,7 +252,7 @@ def take_step(
     metrics |= {"teacher/coef": coefficient} if len(objective.terms) > 1 else {}
     if (kl := held_kl(metrics, exact_everywhere=context.exact_everywhere)) is not None:
         context.control.update(kl, metrics, rollout.rewards.view(-1, config.rollout.num_generations))
-    return Step(rollout, outputs[0], metrics)
+    return StepOutput(rollout, outputs[0], metrics)
 
 
 def train(
@@ -320,8 +318,8 @@ def train(
     for step in range(steps):
         first = step * config.rollout.prompts_per_step
         chosen = [rows[(first + i) % len(rows)] for i in range(config.rollout.prompts_per_step)]
-        taken = take_step(context, optimizer, chosen, step=step, total_steps=steps)
-        metrics = {name.removeprefix("train/"): value for name, value in taken.metrics.items()}
+        output = take_step(context, optimizer, chosen, step=step, total_steps=steps)
+        metrics = {name.removeprefix("train/"): value for name, value in output.metrics.items()}
         log_train(step + 1, metrics, writer=writer)
         history.append(metrics)
     return history
@@ -396,11 +394,14 @@ class Trainer:
                 while self.step < self.context.config.run.max_steps:
                     self.end_step(self.train_step(), interrupt)
             except (KeyboardInterrupt, KlampError) as error:
-                step, folder = self.kept()
+                step, folder = self.last_checkpoint()
+                saved = (
+                    "no step was saved yet" if folder is None else f"the state after step {step} is saved in {folder}"
+                )
                 if isinstance(error, KeyboardInterrupt):
-                    raise self.stopped(step, folder) from error
+                    raise self.stopped(saved, resumable=folder is not None) from error
                 if folder is not None:
-                    error.add_note(f"  the state after step {step} is saved in {folder}")
+                    error.add_note(f"  {saved}")
                 raise
         summary = RunSummary(
             output_dir=self.folder,
@@ -445,30 +446,29 @@ class Trainer:
             self.save()
         if self.step == run.max_steps:
             return
-        if stopped := self.alarms.stopped(self.step, run.max_steps):
-            raise stopped
+        if finding := self.alarms.watch.stopped_by:
+            raise stopped_by(finding, f"step {self.step} of {run.max_steps}")
         if interrupt.asked:
             raise KeyboardInterrupt
 
     def prompts(self, step: int) -> list[Example]:
         """The prompts of a step: consecutive slices of a fresh order in every epoch."""
         rows, config = self.context.task.train, self.context.config
-        picked = examples_of_step(step, len(rows), size=config.rollout.prompts_per_step, seed=config.run.seed)
-        return [rows[i] for i in picked]
+        size, seed = config.rollout.prompts_per_step, config.run.seed
+        return [rows[i] for i in examples_of_step(step, len(rows), size=size, seed=seed)]
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate every skill now and tell the observers; after the last step with the teacher's answers too."""
-        evaluation, last = evaluate(self.context), self.step == self.context.config.run.max_steps
-        answers = [*evaluation.answers, *(teacher_answers(self.context) if last else ())]
-        self.tell(lambda o: o.on_evaluation(self.step, evaluation.scores))
+        scores, answers = evaluate(self.context)
+        if self.step == self.context.config.run.max_steps:
+            answers += teacher_answers(self.context)
+        self.tell(lambda o: o.on_evaluation(self.step, scores))
         self.tell(lambda o: o.on_answers(self.step, answers))
-        return evaluation.scores
+        return scores
 
     def is_due(self, every: int) -> bool:
         """Whether what is done every so many steps (0: only at the end) is to be done after this one."""
         return self.step == self.context.config.run.max_steps or bool(every and self.step % every == 0)
-
-    # checkpoints ------------------------------------------------------------------------------------------------------
 
     def save(self) -> Path | None:
         """Write a checkpoint of the last step done, unless this run has saved that step before."""
@@ -495,7 +495,7 @@ class Trainer:
             self.tell(lambda o: o.on_checkpoint(self.step, folder))
         return self.saved[1]
 
-    def kept(self) -> tuple[int, Path | None]:
+    def last_checkpoint(self) -> tuple[int, Path | None]:
         """The step to continue from and its folder: the last one done, or in mid-update the newest on disk."""
         if self.whole and self.folder.is_dir():
             with suppress(KeyboardInterrupt, RunFolderError):  # impatience or a full disk: an older one is there
@@ -508,8 +508,8 @@ class Trainer:
         state = checkpoint.load_state(folder)
         check_same(dict(state.get("fingerprints") or {}), self.fingerprints, checkpoint=folder)
         self.identity = identity(self.context.config, folder)
-        checkpoint.load_optimizer(folder, self.optimizer)
-        checkpoint.load_anchors(folder, {name: anchor.average for name, anchor in self.context.moving.items()})
+        anchors = {name: anchor.average for name, anchor in self.context.moving.items()}
+        checkpoint.load_weights(folder, self.optimizer, anchors)
         with checkpoint.reading(folder):
             self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
             if repr(self.schedule.last_epoch) != repr(state["step"]):
@@ -518,28 +518,24 @@ class Trainer:
             self.context.control.load_state_dict(state)
             self.step = state["step"]
         self.saved = (self.step, folder)
-        rows = lines_until(self.folder / METRICS_FILE, self.step)
+        rows = [row for row in lines_of(self.folder / METRICS_FILE) if step_of(row) <= self.step]
         evaluated, steps = [row for row in rows if scores_of(row)], [row for row in rows if "reward" in row]
         self.before = scores_of(evaluated[0]) if evaluated else {}
         self.metrics = {name: x for name, x in steps[-1].items() if name != "step"} if steps else {}
         self.after = scores_of(evaluated[-1]) if evaluated and evaluated[-1]["step"] == self.step else {}
 
-    # what others are told ---------------------------------------------------------------------------------------------
-
     def tell(self, hook: Callable[[Observer], None]) -> None:
-        """Call a hook of every observer."""
         for observer in self.observers:
             hook(observer)
 
     def warn(self, *texts: str) -> None:
-        """Tell every observer of cautions."""
         for text in texts:
             self.tell(lambda o, text=text: o.on_warning(text))
 
     def _check_step_zero(self, metrics: Mapping[str, float]) -> None:
-        """Warn if an anchor is the policy itself, and the KL to it before the first update is not 0."""
-        context, config, teacher = self.context, self.context.config, self.context.config.teacher
-        itself = teacher.kind in OF_THE_POLICY or teacher.teacher_model == config.model.model
+        """Warn if the teacher is the policy itself, and the KL to it before the first update is not 0."""
+        teacher = self.context.config.teacher
+        itself = teacher.kind in OF_THE_POLICY or teacher.teacher_model == self.context.config.model.model
         kl = abs(metrics.get("teacher/kl", 0.0))
         if itself and not teacher.teacher_prompt and kl > STEP_ZERO_KL:
             self.warn(
@@ -547,22 +543,12 @@ class Trainer:
                 "should be about 0: it is the same model at the same prompts. Its numbers likely belong to other "
                 "tokens, or to another temperature."
             )
-        kl = metrics.get("kl/k3", 0.0)
-        if kl > STEP_ZERO_KL and not config.model.ref_model:
-            reference, model = context.reference, None
-            if isinstance(reference, LocalReference) and not isinstance(reference, AdapterOffReference):
-                model = reference.model
-            reasons = likely_reasons(context.policy, model, adapter=config.model.lora_r > 0, loaded=False)
-            self.warn(step_zero_text(kl, reasons))
 
-    def stopped(self, step: int, folder: Path | None) -> TrainingStopped:
-        """The error that ends an interrupted run, with the step to continue from and its checkpoint."""
-        why, fix = "no step was saved yet", "start it again in another folder, or in this one, with --resume"
-        if folder is not None:
-            why = f"the state after step {step} is saved in {folder}"
-            fix = f"continue with: klamp train --resume {self.folder}"
+    def stopped(self, saved: str, *, resumable: bool) -> TrainingStopped:
         what = f"training was stopped after step {self.step} of {self.context.config.run.max_steps}"
-        return TrainingStopped(what, got="an interrupt", resumable=folder is not None, why=why, fix=fix)
+        fix = f"continue with: klamp train --resume {self.folder}"
+        fix = fix if resumable else "start it again in another folder, or in this one, with --resume"
+        return TrainingStopped(what, got="an interrupt", resumable=resumable, why=saved, fix=fix)
 
     def info(self, changes: str = "") -> RunInfo:
         """What is known before the first step; `changes` are those of a resume, in words."""
@@ -575,7 +561,6 @@ class Trainer:
             start_step=self.step,
             parameters=parameters - trained if context.config.model.lora_r else parameters,
             trainable_parameters=trained,
-            reference="none" if context.reference is None else context.reference.describe(),
             device=str(context.device),
             changes=changes,
         )

@@ -27,7 +27,13 @@ from klamp.lab.checkpoint import check_policy, damaged
 from klamp.lab.config import ModelConfig, TrainConfig
 from klamp.lab.folders import POLICY, checkpoint_folders, policy_folder
 from klamp.lab.sizing import Shape
-from klamp.lab.tasks.arithmetic import Progress, base_model_folder, cached_base_model, load_base_model
+from klamp.lab.tasks.arithmetic import (
+    Progress,
+    arithmetic_tokenizer,
+    base_model_folder,
+    cached_base_model,
+    load_base_model,
+)
 from klamp.scoring.model_parts import check_whole
 
 BUILTIN = "builtin"
@@ -35,14 +41,12 @@ HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
-    """Load a causal language model with every dropout off, in evaluation mode.
-
-    Dropout is off for good: with it, the policy would differ from the reference before the first step.
+    """Load a causal language model in evaluation mode; dropout is off for good, or the first KL would not be 0.
 
     `spec`: `builtin`, a local folder (also of a checkpoint of klamp's), or a hub id.
 
     Raises:
-        ModelError: the folder or id holds no causal LM, or one that lacks a tensor; names those.
+        ModelError: the folder or id holds no causal LM, or one that lacks a tensor.
         RunFolderError: it is in a checkpoint, and not as it was written.
     """
     kind = getattr(torch, dtype)
@@ -75,28 +79,21 @@ def make_ready(spec: str, *, progress: Progress | None = None) -> None:
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model (see `load_model`), ready for left padding."""
-    if spec == BUILTIN:
-        return ready_tokenizer(load_base_model()[1], spec)
-    return ready_tokenizer(_pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer"), spec)
+    builtin = spec == BUILTIN  # its model may have to be trained first; its tokenizer need not
+    tokenizer = arithmetic_tokenizer() if builtin else _pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer")
+    return ready_tokenizer(tokenizer, spec)
 
 
 def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
-    """Give a tokenizer a padding token and left padding."""
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ModelError(
-            "the tokenizer is missing",
-            got=name,
-            why="no files of a tokenizer are there, and without its words every text has no tokens",
-            fix="put tokenizer.json and tokenizer_config.json there (AutoTokenizer.from_pretrained(ITS_MODEL)"
-            ".save_pretrained(FOLDER)), or pass --tokenizer FOLDER",
-        )
+        why = "the folder has no tokenizer files, and without its words every text has no tokens"
+        fix = "put tokenizer.json and tokenizer_config.json there (AutoTokenizer.from_pretrained(ITS_MODEL)"
+        fix += ".save_pretrained(FOLDER)), or pass --tokenizer FOLDER"
+        raise ModelError("the tokenizer is missing", got=name, why=why, fix=fix)
     if tokenizer.eos_token_id is None:
-        raise ModelError(
-            "the tokenizer has no end token",
-            got=name,
-            why="without it no completion ends before the length limit",
-            fix="set eos_token in the tokenizer's configuration, or pass another --tokenizer",
-        )
+        why = "without it no completion ends before the length limit"
+        fix = "set eos_token in the tokenizer's configuration, or pass another --tokenizer"
+        raise ModelError("the tokenizer has no end token", got=name, why=why, fix=fix)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
@@ -144,12 +141,8 @@ def weights_folder(spec: str) -> str:
             f"{str(folder)!r}).merge_and_unload().save_pretrained(FOLDER), with --tokenizer {folder}",
         )
     if checkpoints := checkpoint_folders(place):
-        raise ModelError(
-            "the folder holds a run, not a model",
-            got=spec,
-            why="each of its checkpoints is a model of its own",
-            fix=f"name one of them; the newest is {checkpoints[-1]}",
-        )
+        why, fix = "each of its checkpoints is a model", f"name one of them; the newest is {checkpoints[-1]}"
+        raise ModelError("the folder holds a run, not a model", got=spec, why=why, fix=fix)
     return str(folder)
 
 
@@ -178,20 +171,23 @@ def with_adapter(model: Any, config: ModelConfig, checkpoint: Path | None = None
     return policy
 
 
+def saved_policy(config: ModelConfig, start: nn.Module, weights: Path | None) -> nn.Module:
+    """The policy that a run of this model saved as `weights`; None: `start`, with a fresh adapter if it trains one."""
+    if config.lora_r:
+        return with_adapter(start, config, weights)
+    return start if weights is None else load_model(str(weights), config.dtype)
+
+
 def load_policy(config: TrainConfig, start: nn.Module, resumed: Path | None = None) -> nn.Module:
     """The model that is trained: with its adapter, of the checkpoint `resumed` if a run goes on, on its device."""
-    model, policy, folder = config.model, start, None if resumed is None else resumed / POLICY
     set_seed(config.run.seed)  # adapters start from random numbers
     try:
-        if model.lora_r:
-            policy = with_adapter(start, model, folder)
-        elif folder is not None:
-            policy = load_model(str(folder), model.dtype)
+        policy = saved_policy(config.model, start, None if resumed is None else resumed / POLICY)
     except ModelError as error:
         if resumed is None:
             raise
         raise damaged(resumed, error) from error
-    if model.gradient_checkpointing:
+    if config.model.gradient_checkpointing:
         with former_names():  # transformers 5.23 calls it activation_checkpointing_enable
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
         policy.train()
@@ -199,7 +195,6 @@ def load_policy(config: TrainConfig, start: nn.Module, resumed: Path | None = No
 
 
 def adapter_config(config: ModelConfig) -> Any:
-    """The LoRA adapter of a run, as peft is told of it."""
     from peft import LoraConfig
 
     targets = config.lora_target_modules
@@ -220,12 +215,9 @@ def adapter_errors(config: ModelConfig) -> Iterator[None]:
     except ValueError as error:
         if "target" not in str(error).lower():
             raise
-        raise ModelError(
-            "the LoRA adapter does not fit the model",
-            got=f"lora_target_modules={config.lora_target_modules}",
-            why=str(error),
-            fix="use all-linear, or names of linear modules of the model",
-        ) from error
+        what, fix = "the LoRA adapter does not fit the model", "use all-linear, or names of linear modules of the model"
+        got = f"lora_target_modules={config.lora_target_modules}"
+        raise ModelError(what, got=got, why=str(error), fix=fix) from error
 
 
 @contextmanager
@@ -242,9 +234,9 @@ def device_of(config: TrainConfig) -> torch.device:
     return (None if on_cpu else torch.accelerator.current_accelerator()) or torch.device("cpu")
 
 
-def max_length(model: nn.Module) -> int | None:
-    """The longest sequence (in tokens) that the model can take; None where it does not say."""
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+def max_length(config: Any) -> int | None:
+    """The longest sequence (in tokens) of a model, by its configuration; None: it does not say."""
+    return getattr(config, "max_position_embeddings", None)
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -253,20 +245,15 @@ def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int
     return sorted({tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None})  # pyright: ignore
 
 
-def _configuration(spec: str) -> Any:
+def configuration(spec: str) -> Any:
     return _pretrained(AutoConfig, weights_folder(spec), "a model's configuration")
-
-
-def length_of(spec: str) -> int | None:
-    """The longest sequence (in tokens) of a folder's or a hub id's model, without loading it; None: it does not say."""
-    return getattr(_configuration(spec), "max_position_embeddings", None)
 
 
 def shape_of(spec: str) -> Shape | None:
     """What of a model decides its memory, from its configuration alone; None: it is klamp's own, which is small."""
     if spec == BUILTIN:
         return None
-    config = _configuration(spec)
+    config = configuration(spec)
     inner: Any = config.get_text_config()
     with former_names(), torch.device("meta"):
         parameters = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())

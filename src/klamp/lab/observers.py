@@ -1,7 +1,4 @@
-"""The hooks by which a run reports what happens; the trainer itself prints nothing.
-
-`AlarmObserver` examines the run with every alarm. `RunLog` writes the run's folder and feeds TensorBoard and W&B.
-"""
+"""The hooks by which a run reports what happens: alarms, the files of the run's folder, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -11,28 +8,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import yaml
 
 from klamp._version import __version__
-from klamp.doctor.examine import AlarmWatch, Finding
-from klamp.doctor.history import Row, RunSettings
+from klamp.doctor.examine import AlarmFinding, AlarmWatch
+from klamp.doctor.history import History, RunSettings
 from klamp.doctor.metrics import settings_of_run
-from klamp.doctor.readers.klamp_run import PLACE
+from klamp.doctor.readers.klamp_run import PLACE, read_klamp_run
 from klamp.doctor.readers.rollouts import completion_of
-from klamp.errors import ConfigError, TrainingStopped
+from klamp.errors import ConfigError, DataError, TrainingStopped
 from klamp.hosts.common.versions import installed_version
 from klamp.lab import folders
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import SCORE, each_readable, lines_of, lines_until, scores_of, write_whole
-from klamp.lab.tasks.arithmetic import Progress
+from klamp.lab.folders import SCORE, lines_of, write_whole
 from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
-
-SAID_ELSEWHERE = ("step-zero-kl",)
-"""Alarms that the trainer words itself, as a caution; they are written down and can stop a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +38,6 @@ class RunInfo:
     start_step: int  # 0, or the step a resumed run continues from
     parameters: int  # parameters of the policy without those of an adapter
     trainable_parameters: int  # the number of parameters that are trained
-    reference: str  # where the reference comes from, in words; "none" at beta 0
     device: str  # the device of the policy
     changes: str = ""  # what a resume changed, in words
 
@@ -86,7 +79,7 @@ class Observer:
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """Called when a checkpoint was written."""
 
-    def on_alarm(self, finding: Finding) -> None:
+    def on_alarm(self, finding: AlarmFinding) -> None:
         """Called when an alarm rose, once per alarm in a run; see `klamp.doctor.alarms`."""
 
     def on_warning(self, text: str) -> None:
@@ -99,16 +92,6 @@ class Observer:
         """Called last, even after an error, and once only."""
 
 
-def progress_of(observers: Sequence[Observer]) -> Progress:
-    """A function that passes the progress of slow loading to every observer."""
-
-    def progress(what: str, done: int, total: int, loss: float | None) -> None:
-        for observer in observers:
-            observer.on_loading(what, done, total, loss)
-
-    return progress
-
-
 class AlarmObserver(Observer):
     """Examines the run with every alarm after each step and evaluation; `tell` reaches all observers."""
 
@@ -119,17 +102,14 @@ class AlarmObserver(Observer):
         self.watch = AlarmWatch(RunSettings(), stop_on=stop_on)
 
     def on_start(self, info: RunInfo) -> None:
-        """Keep the configuration, and take up what was seen and reported before a checkpoint."""
+        """Keep the configuration, and take up the record of the steps before a checkpoint, unless it is damaged."""
         settings = settings_of_run(info.config.flat(), rl_skill=self.rl_skill)
         names = {row["name"] for row in lines_of(info.output_dir / ALARMS_FILE) if isinstance(row.get("name"), str)}
         self.watch = AlarmWatch(settings, reported=names, stop_on=self.stop_on)
-        done = info.start_step or -1
-        metrics, completions = (lines_until(info.output_dir / name, done) for name in (METRICS_FILE, COMPLETIONS))
-        self.watch.keep(
-            rows=[Row(step=row["step"], metrics=_numbers(row)) for row in metrics if not scores_of(row)],
-            evaluations=[Row(step=row["step"], metrics=scores) for row in metrics if (scores := scores_of(row))],
-            completions=each_readable(completions, lambda row: completion_of(row, step=row["step"], written=True)),
-        )
+        with suppress(DataError, ConfigError):
+            past = read_klamp_run(info.output_dir) if info.start_step else History()
+            completions = chain.from_iterable(past.completions.values())
+            self.watch.keep(rows=past.rows, evaluations=past.evaluations, completions=completions)
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
         self.watch.keep(completions=[completion_of(row, step=step, written=True) for row in rows])
@@ -140,17 +120,12 @@ class AlarmObserver(Observer):
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         self._report(self.watch.evaluation(step, scores))
 
-    def _report(self, findings: Sequence[Finding]) -> None:
+    def _report(self, findings: Sequence[AlarmFinding]) -> None:
         for finding in findings:
             self.tell(lambda observer, finding=finding: observer.on_alarm(finding))
 
-    def stopped(self, step: int, max_steps: int) -> TrainingStopped | None:
-        """The error that ends a run at the first alarm of stop_on; None: none of them rose."""
-        finding = self.watch.stopped_by
-        return None if finding is None else stopped_by(finding, f"step {step} of {max_steps}")
 
-
-def stopped_by(finding: Finding, after: str) -> TrainingStopped:
+def stopped_by(finding: AlarmFinding, after: str) -> TrainingStopped:
     """The error that ends a run at an alarm of stop_on, `after` a step or update, in words."""
     alarm, evidence = finding.alarm, finding.evidence
     what = f"training was stopped after {after} by the alarm {alarm.name}: {alarm.text}"
@@ -159,12 +134,6 @@ def stopped_by(finding: Finding, after: str) -> TrainingStopped:
     return TrainingStopped(what, got=evidence.text, resumable=True, why=why, fix=fix)
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    return {name: x for name, x in row.items() if name != "step" and isinstance(x, int | float)}
-
-
-# the files of a run ---------------------------------------------------------------------------------------------------
-
 PACKAGES = (
     *("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors"),
     *("verl", "ray", "vllm"),
@@ -172,7 +141,6 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """The versions of klamp, Python and the packages that numbers depend on."""
     machine = {"klamp": __version__, "python": platform.python_version(), "platform": platform.platform()}
     packages = {package: installed_version(package) or "not installed" for package in PACKAGES}
     return {**machine, **packages, "torch_threads": str(torch.get_num_threads())}
@@ -201,7 +169,6 @@ def tensorboard(folder: Path, config: TrainConfig, done: int) -> Tracker:
 
 
 def wandb(folder: Path, config: TrainConfig, done: int) -> Tracker:
-    """A run of Weights & Biases, with its files in the run's folder."""
     import wandb
 
     run = wandb.init(project="klamp", dir=str(folder), config=folders.plain(config))
@@ -212,7 +179,6 @@ TRACKERS: Mapping[str, Callable[[Path, TrainConfig, int], Tracker]] = {"tensorbo
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Refuse a tracker that is unknown or not installed."""
     names = config.run.report_to
     if missing := [name for name in names if name not in TRACKERS or find_spec(name) is None]:
         why = f"klamp does not know it, or it is not installed: {', '.join(missing)}"
@@ -262,7 +228,7 @@ class RunLog(Observer):
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
         self._append(COMPLETIONS, *({"step": step, **row} for row in rows))
 
-    def on_alarm(self, finding: Finding) -> None:
+    def on_alarm(self, finding: AlarmFinding) -> None:
         self._append(ALARMS_FILE, finding.record)
 
     def on_warning(self, text: str) -> None:

@@ -16,7 +16,7 @@ from klamp.core.term import Weighted, measure, prepare, sequence_gate_kl
 from klamp.core.types import Batch, Direction, Scored, held_anchors
 from klamp.errors import ConfigError
 from klamp.hosts.common.rollout import kl_tokens
-from klamp.lab.anchors import LocalReference, Reference, Taught, of_part, score_rows
+from klamp.lab.anchors import LocalReference, Reference, TeacherScores, of_part, score_rows
 from klamp.lab.sampling import encode_prompts, generate, uniform_numbers
 from klamp.lab.setup import Context
 from klamp.lab.tasks.base import NO_REWARD, Example
@@ -43,32 +43,28 @@ class Rollout:
     original_logprobs: Tensor | None = None  # [B, T] under the model that a moving reference started from
     exact_rows: Tensor | None = None  # [B] bool: completions whose exact KL is measured
     ref_predictions: Predictions | None = None  # [sum(exact_rows), T, ...] the reference's for the rows of `exact_rows`
-    taught: Taught | None = None  # what the teacher said of the completions; None where there is none
+    teacher_scores: TeacherScores | None = None  # None without a teacher
     gate_kl: Tensor | None = None  # [B] KL (nats per sequence) that decides the clip
     reference_length: Tensor | None = None  # [B] reference lengths in tokens
     old_logprobs: Tensor | None = None  # [B, T] log-probabilities before the first update; None until then
-    before: Scores | None = None  # what a pass of the policy before the first update found; None once there was one
+    before: Scores | None = (
+        None  # the policy's scores before the first update, if a clip or a KL in the reward needs it
+    )
 
 
 def collect(context: Context, examples: Sequence[Example], *, step: int, terms: Sequence[Weighted]) -> Rollout:
-    """Sample completions for the prompts of a step, score and reward them.
-
-    Step and seed determine every draw. `terms` are the KL terms of the step, for a KL in the reward.
-    """
+    """Sample completions for the prompts of a step, score and reward them; `terms`: for a KL in the reward."""
     rollout = context.config.rollout
     chosen = [example for example in examples for _ in range(rollout.num_generations)]
     uniforms = uniform_numbers(context.config.run.seed, step, len(chosen), rollout.max_completion_length)
     completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms)
-    return rate(context, chosen, completions, terms=[each for each in terms if each.coefficient > 0])
+    return rate(context, chosen, completions, terms=[term for term in terms if term.coefficient > 0])
 
 
 def completed(
     context: Context, prompts: Sequence[str], *, uniforms: Tensor | None, reference: LocalReference | None = None
 ) -> Completions:
-    """One completion of each prompt by the policy, or by the reference.
-
-    `uniforms`: numbers to draw by, [B, max_completion_length]; None decodes greedily.
-    """
+    """One completion of each prompt by the policy, or by the reference; `uniforms` as in `generate`."""
     ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
     options: dict[str, Any] = {"rollout": context.config.rollout, "stop": context.stop, "pad": context.pad}
     if reference is None:
@@ -95,20 +91,15 @@ def rate(
         kl_mask=kl_mask,
         rewards=torch.tensor(rewards, dtype=torch.float32, device=context.device),
         advantages=torch.zeros(len(chosen), device=context.device),
-        totals=totals_of(mask, kl_mask),
+        totals=Totals(*(max(1.0, float(x)) for x in (len(chosen), mask.sum(), kl_mask.sum()))),
         reference_length=None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device),
     )
     how: dict[str, Any] = {"temperature": context.config.rollout.temperature, "parts": context.parts(len(texts))}
     if context.reference is not None:
         rollout = _with_reference(context, rollout, context.reference, how)
     if context.teachers is not None:
-        rollout = replace(rollout, taught=context.teachers.score(chosen, completions, **how))
+        rollout = replace(rollout, teacher_scores=context.teachers.score(chosen, completions, **how))
     return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
-
-
-def totals_of(mask: Tensor, kl_mask: Tensor) -> Totals:
-    """The counts of a whole step, of its tokens to train on and those that carry the KL, both [B, T]."""
-    return Totals(*(max(1.0, float(x)) for x in (mask.shape[0], mask.sum(), kl_mask.sum())))
 
 
 def _with_reference(context: Context, rollout: Rollout, reference: Reference, how: dict[str, Any]) -> Rollout:
@@ -161,8 +152,8 @@ def batch_of(context: Context, rollout: Rollout, logprobs: Tensor, part: slice =
     carried = rollout.kl_mask[part, :length] if context.config.kl.excludes else None
     sampler, gate = cut(rollout.completions.sampler_logprobs), cut(rollout.gate_kl)
     anchors = held_anchors(cut(rollout.ref_logprobs), sampler, mask=carried, gate=gate)
-    if rollout.taught is not None:
-        anchors["teacher"] = Scored(rollout.taught.logprobs[part, :length])
+    if rollout.teacher_scores is not None:
+        anchors["teacher"] = Scored(rollout.teacher_scores.logprobs[part, :length])
     return Batch(
         policy_logprobs=logprobs,
         mask=rollout.mask[part, :length],
@@ -182,21 +173,20 @@ def _with_advantages(context: Context, rollout: Rollout, terms: Sequence[Weighte
         size = context.config.rollout.num_generations
         return group_advantages(rewards, size, scale=loss.scale, baseline=loss.advantage_baseline)
 
-    found = plain = advantages(rewards)
+    shifted = plain = advantages(rewards)
     for beta, term in terms:
         if term.placement == "reward":
             assert rollout.old_logprobs is not None
             batch = batch_of(context, rollout, rollout.old_logprobs)
-            shifted = advantages_with_kl(rewards, prepare(batch, term), beta=beta, advantages=advantages)
-            found = shifted if found is plain else found + shifted - plain
-    return replace(rollout, advantages=found)
+            with_kl = advantages_with_kl(rewards, prepare(batch, term), beta=beta, advantages=advantages)
+            shifted = with_kl if shifted is plain else shifted + with_kl - plain
+    return replace(rollout, advantages=shifted)
 
 
 def measure_reference_length(context: Context) -> None:
-    """Measure and set the run's reference length, where a clip needs one that nobody gives.
+    """Measure and set the run's reference length, if a clip needs one and neither configuration nor data has it.
 
-    Equation: mean number of tokens (end token included) of one completion each of 64 training prompts, sampled from
-    the reference at the run's temperature.
+    Equation: mean number of tokens (with the end token) of the reference's completions of 64 training prompts.
     """
     reference = context.original or context.reference  # where a resume asks for it, a moving one has moved
     if reference is None or not context.objective.terms[0].term.needs_reference_length:
@@ -204,12 +194,9 @@ def measure_reference_length(context: Context) -> None:
     if None not in context.control.reference_lengths([e.reference_length for e in context.task.train]):
         return
     if not isinstance(reference, LocalReference):
-        raise ConfigError(
-            "the reference length cannot be measured with a remote reference",
-            got=reference.describe(),
-            why="the server is asked to score tokens, not to sample them",
-            fix="set kl_reference_length, or give it as a data column",
-        )
+        what, why = "the reference length cannot be measured with a remote reference", "its server only scores tokens"
+        fix = "set kl_reference_length, or give it as a data column"
+        raise ConfigError(what, got=reference.describe(), why=why, fix=fix)
     prompts, seed = [e.prompt for e in context.task.train[:LENGTH_PROMPTS]], context.config.run.seed
     uniforms = uniform_numbers(seed, -1, len(prompts), context.config.rollout.max_completion_length)
     completions = completed(context, prompts, uniforms=uniforms, reference=reference)

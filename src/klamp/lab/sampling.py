@@ -86,10 +86,7 @@ def generate(
     uniforms: Tensor | None,
     traits: Traits | None = None,
 ) -> Completions:
-    """Generate one completion for each prompt.
-
-    With `traits` that say the cache can be shared, equal prompts are run once, and completions that have ended leave
-    the batch; otherwise it is `generate` of transformers. The tokens are the same.
+    """Generate one completion for each prompt: by `decode` if the cache can be shared, else by transformers.
 
     The prompts are left-padded, [B, P]. `stop`: ids that end a completion. `uniforms`: [B, max_completion_length]
     numbers in [0, 1); None decodes greedily.
@@ -132,10 +129,7 @@ def decode(
     uniforms: Tensor | None,
     traits: Traits,
 ) -> tuple[Tensor, Tensor]:
-    """Completions of a model whose cache can be shared, and their log-probabilities; see `generate`.
-
-    Shapes: [B, t] each, t <= length; arbitrary after an end token.
-    """
+    """Completions and their log-probabilities, [B, t], t <= length, arbitrary after an end token; see `generate`."""
     opened, device, length = OpenedModel(model, traits), prompt_ids.device, rollout.max_completion_length
     warpers = warpers_of(rollout)
     prefix = run_prompts(opened, *distinct(prompt_ids, prompt_mask))

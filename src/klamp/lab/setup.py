@@ -1,7 +1,4 @@
-"""Prepares a run up to its first step: everything is loaded and checked, every refusal happens here.
-
-`Context` is what all parts of a run share; `build` loads it.
-"""
+"""Prepares a run up to its first step: `build` loads and checks the `Context` that all parts of the run share."""
 
 from __future__ import annotations
 
@@ -22,22 +19,15 @@ from klamp.errors import ConfigError, ModelError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.versions import caution_beside
-from klamp.lab import models
-from klamp.lab.anchors import (
-    LocalReference,
-    MovingReference,
-    Reference,
-    Teachers,
-    frozen_start,
-    load_reference,
-    load_teachers,
-)
+from klamp.lab import anchors, models
+from klamp.lab.anchors import LocalReference, MovingReference, Reference, Teachers
 from klamp.lab.config import TrainConfig
-from klamp.lab.observers import Observer, progress_of
+from klamp.lab.observers import Observer
 from klamp.lab.sizing import started_processes
-from klamp.lab.tasks import check_prompts, load_task
-from klamp.lab.tasks.arithmetic import MAX_MODEL_LENGTH, arithmetic_tokenizer
+from klamp.lab.tasks import load_task
+from klamp.lab.tasks.arithmetic import MAX_MODEL_LENGTH
 from klamp.lab.tasks.base import Task
+from klamp.lab.tasks.files import check_prompts
 from klamp.scoring.model_parts import output_size, rows_of
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
@@ -54,6 +44,7 @@ class Context:
     reference: Reference | None = None  # None if nothing here needs it
     teachers: Teachers | None = None  # the second anchor; None if there is none
     stop: list[int] = field(init=False)  # the ids that end a completion
+    pad: int = field(init=False)  # the id of the padding token
     vocabulary: int = field(init=False)  # the number of entries that the policy gives a logit to
     objective: Objective = field(init=False)  # the loss; its beta is the one at the start
     excluded: list[int] = field(init=False)  # the ids of tokens that carry no KL
@@ -62,24 +53,18 @@ class Context:
     def __post_init__(self) -> None:
         config, length = self.config, self.config.rollout.max_completion_length
         self.stop, self.vocabulary = models.end_tokens(self.policy, self.tokenizer), output_size(self.policy)
+        self.pad = int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
         self.objective = build_objective(config.kl, config.loss, max_length=length, teacher=config.teacher)
         self.excluded = excluded_ids(config.kl.kl_exclude_tokens, self.tokenizer)
         self.control = KLControl(config.kl)
 
     @property
     def policy(self) -> nn.Module:
-        """The model being trained."""
         return self.scorer.model
 
     @property
     def device(self) -> torch.device:
-        """The device of the policy."""
         return next(self.policy.parameters()).device
-
-    @property
-    def pad(self) -> int:
-        """The id of the padding token."""
-        return int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
 
     @property
     def anchors(self) -> dict[str, Reference]:
@@ -144,10 +129,7 @@ def check_processes(config: TrainConfig) -> None:
 
 
 def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, longest: int | None) -> Task:
-    """The task of a run, each of whose prompts leaves room for a completion.
-
-    `longest`: tokens that the model can hold, prompt and completion together; None: no limit.
-    """
+    """The task of a run, whose prompts leave room for a completion; `longest`: tokens of both, None: no limit."""
     caution_beside("transformers")
     task = load_task(config.task, tokenizer)
     length = config.rollout.max_completion_length
@@ -156,30 +138,27 @@ def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, lon
 
 def open_inputs(config: TrainConfig) -> Task:
     """The task of a run, its prompts checked as the run itself will, without the model's weights."""
-    model, named = config.model.model, config.model.tokenizer or config.model.model
-    room = MAX_MODEL_LENGTH if model == models.BUILTIN else models.length_of(model)
-    if named == models.BUILTIN:  # the model may have to be taught first; its tokenizer need not
-        tokenizer = models.ready_tokenizer(arithmetic_tokenizer(), named)
-    else:
-        tokenizer = models.load_tokenizer(named)
-    return load_prompts(config, tokenizer, longest=room)
+    model = config.model.model
+    room = MAX_MODEL_LENGTH if model == models.BUILTIN else models.max_length(models.configuration(model))
+    return load_prompts(config, models.load_tokenizer(config.model.tokenizer or model), longest=room)
 
 
 def build(config: TrainConfig, observers: Sequence[Observer] = (), *, resumed: Path | None = None) -> Context:
     """Load all that a run needs: policy (of the checkpoint `resumed`) with its adapter, scorer, anchors, task."""
     model = config.model
-    models.make_ready(model.model, progress=progress_of(observers))
+
+    def progress(what: str, done: int, total: int, loss: float | None) -> None:
+        for observer in observers:
+            observer.on_loading(what, done, total, loss)
+
+    models.make_ready(model.model, progress=progress)
     start = models.load_model(model.model, model.dtype)
     tokenizer = models.load_tokenizer(model.tokenizer or model.model)
     if len(tokenizer) > (size := rows_of(start.get_input_embeddings())):  # pyright: ignore[reportArgumentType]
-        raise ModelError(
-            "the tokenizer has more tokens than the model",
-            got=f"tokenizer {len(tokenizer)}, model {size} ({model})",
-            why="some prompts would have no embedding",
-            fix="use the model's own tokenizer",
-        )
-    task = load_prompts(config, tokenizer, longest=models.max_length(start))
-    own = frozen_start(config, start, tokenizer)  # before the policy has an adapter
+        what, got = "the tokenizer has more tokens than the model", f"tokenizer {len(tokenizer)}, model {size}"
+        raise ModelError(what, got=got, why="some prompts would have no embedding", fix="use the model's own tokenizer")
+    task = load_prompts(config, tokenizer, longest=models.max_length(start.config))
+    own = anchors.frozen_start(config, start, tokenizer)  # before the policy has an adapter
     policy = models.load_policy(config, start, resumed)
     scorer = Scorer(policy, probe(policy))
     return Context(
@@ -187,6 +166,6 @@ def build(config: TrainConfig, observers: Sequence[Observer] = (), *, resumed: P
         scorer=scorer,
         tokenizer=tokenizer,
         task=task,
-        reference=load_reference(config, scorer, own, task, tokenizer),
-        teachers=load_teachers(config, scorer, task, tokenizer),
+        reference=anchors.load_reference(config, scorer, own, task, tokenizer),
+        teachers=anchors.load_teachers(config, scorer, task, tokenizer),
     )

@@ -1,7 +1,4 @@
-"""How much a GPU computes and keeps at once: a part of a step, checkpointing, offloading, the engine's share of memory.
-
-Estimates by arithmetic, for whoever has to begin somewhere; none of them changes a loss. Each is told with its reason.
-"""
+"""Estimates of how much a GPU computes and keeps at once, each with its reason; none of them changes a loss."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ class Sizes(NamedTuple):
     fits: bool
     state: float  # weights, gradients and moments on a GPU
     left: float  # of a GPU for completions
-    each: float  # of a completion
+    completion: float  # of one of them
     spared: float  # of a completion by checkpointing
     gathered: float  # what FSDP holds whole
     sync: float  # of a GPU while new weights travel
@@ -101,7 +98,6 @@ def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart:
 
 
 def sizes_of(load: Load) -> Sizes:
-    """Choose sizes for a load."""
     shape, billions = load.shape, load.shape.parameters / GB
     if load.apart:  # ZeRO-2: weights, reference and teacher whole, in bfloat16
         state, frozen = billions * (2 + (0 if load.adapter else 14 / load.gpus)), 2 * load.frozen / GB
@@ -119,7 +115,7 @@ def sizes_of(load: Load) -> Sizes:
         load.tokens * (n * shape.hidden + logits) / GB for n in (LAYER * shape.layers, 2 * shape.layers + LAYER)
     )
     checkpointing = whole > left / 8
-    each = thin if checkpointing else whole
+    completion = thin if checkpointing else whole
     engine_share = max(0.2, min(0.6, int(20 * awake / load.memory) / 20))
     able, room = spread(shape, load.together), engine_share * load.memory
     parallel = next((n for n in able if ENGINE * billions / n <= room / 2), able[-1])
@@ -127,15 +123,17 @@ def sizes_of(load: Load) -> Sizes:
     sync = engine + shard * (ALONE if offload or load.adapter else 12) + 2 * ends + BUFFER
     waits = (ALONE if load.adapter else 12) * shard * offload + ALONE * load.frozen / GB / load.gpus
     return Sizes(
-        micro=max((n for n in range(1, load.share + 1) if load.share % n == 0 and n * each <= left / 2), default=1),
+        micro=max(
+            (n for n in range(1, load.share + 1) if load.share % n == 0 and n * completion <= left / 2), default=1
+        ),
         checkpointing=checkpointing,
         offload=offload,
         engine_share=engine_share,
         tensor_parallel=parallel,
-        fits=each <= left and (load.apart or (engine < room <= awake and sync <= usable)),
+        fits=completion <= left and (load.apart or (engine < room <= awake and sync <= usable)),
         state=state,
         left=left,
-        each=each,
+        completion=completion,
         spared=whole - thin,
         gathered=gathered,
         sync=sync,
@@ -151,7 +149,7 @@ def reasons(load: Load, sizes: Sizes) -> Iterator[tuple[str, str]]:
         beside = f"{sizes.gathered:.1f} (what FSDP gathers), {ASLEEP:g} (vLLM asleep: no weights, no cache)"
     yield (
         f"{sizes.micro} of {load.share} completions at once",
-        f"one takes {sizes.each:.1f} GB ({load.tokens:,} tokens); of {load.memory:g} GB less {sizes.state:.1f} "
+        f"one takes {sizes.completion:.1f} GB ({load.tokens:,} tokens); of {load.memory:g} GB less {sizes.state:.1f} "
         f"(weights, gradients, Adam), {beside}, {load.memory * SPARE:.0f} (spare), {sizes.left:.1f} are left, half of "
         "which are planned with",
     )
@@ -168,7 +166,7 @@ def reasons(load: Load, sizes: Sizes) -> Iterator[tuple[str, str]]:
         yield "new weights for vLLM", f"{sizes.sync:.0f} GB of a GPU at the peak, with what trains beside it"
         if sizes.machine:
             yield f"{sizes.machine:.1f} GB of each machine's own memory", "for all that is offloaded"
-    if sizes.fits and sizes.each > sizes.left / 2:
+    if sizes.fits and sizes.completion > sizes.left / 2:
         yield "this is tight", "one completion takes more than half of what is left: try two steps before the run"
     if not sizes.fits:
         yield "this is likely out of memory", f"take {_way_out(load)}"

@@ -26,7 +26,7 @@ from klamp.errors import NonFiniteError
 from klamp.hosts.common.anchors import prefix_kl
 from klamp.hosts.common.control import check_kl, held_kl
 from klamp.hosts.common.step_metrics import StepRecord, repeated_pairs, reward_length_correlation, step_metrics
-from klamp.lab.anchors import Taught, of_part
+from klamp.lab.anchors import TeacherScores, of_part
 from klamp.lab.config import TrainConfig
 from klamp.lab.rollouts import Rollout, batch_of, exact_of
 from klamp.lab.setup import Context
@@ -48,11 +48,7 @@ class UpdateOutput:
 
 
 def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: Objective) -> UpdateOutput:
-    """Do one optimizer step with the whole rollout.
-
-    The gradient equals that of the whole batch at once: every part divides by the totals of the step. After a
-    NonFiniteError the weights are as they were.
-    """
+    """One optimizer step with the gradient of the whole rollout; a NonFiniteError leaves the weights as they were."""
     learns = learning_rows(context, rollout, objective)
     parts, of_each = list[Scores](), dict[str, Tensor]()
     sums: dict[str, Tensor | float] = {"policy/skipped": (~learns).sum() / rollout.totals.sequences}
@@ -64,7 +60,9 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
         output = grpo_loss(batch, objective, totals=rollout.totals)
         output.loss.backward()
         parts.append(scores)
-        metrics = {"train/loss": output.loss.detach()} | output.metrics | _head_means(batch, scores)
+        scored = carries_kl(batch, "teacher")  # tokens
+        metrics = {"train/loss": output.loss.detach()} | output.metrics
+        metrics |= {f"teacher/{name}": masked_mean(value, scored) for name, value in scores.head.items()}
         _add(sums, added_parts(metrics, rollout, part))
         _add(of_each, by_teacher(context, rollout, part, batch, scores))
     scores = joined(parts, rollout.mask.shape[1])
@@ -114,26 +112,25 @@ def _ask(context: Context, rollout: Rollout, part: slice, objective: Objective, 
     """The request to the scorer for an update: only what is needed and not known yet."""
     beta, term = objective.terms[0]
     in_loss = beta > 0 and term.value == "exact"
-    wanted: Direction = "forward" if term.gradient == "forward" else "reverse"
-    before = rollout.before
+    direction: Direction = "forward" if term.gradient == "forward" else "reverse"
     return Ask(
         temperature=context.config.rollout.temperature,
         entropy=True,
-        exact=exact_of(context, rollout, part, learns=(wanted,) if in_loss else ()),
+        exact=exact_of(context, rollout, part, learns=(direction,) if in_loss else ()),
         taught=taught_of(context, rollout, part),
         learns=None if bool(learns[part].all()) else learns[part],
-        known=None if before is None else before.rows(part),
+        known=None if rollout.before is None else rollout.before.rows(part),
     )
 
 
 def taught_of(context: Context, rollout: Rollout, part: slice) -> tuple[TeacherKL, ...]:
     """What a scorer needs to measure the KL to the teachers of a part of the rollout at each prefix."""
     teacher = context.config.teacher
-    if rollout.taught is None or (how := prefix_kl(teacher)) is None:
+    if rollout.teacher_scores is None or (how := prefix_kl(teacher)) is None:
         return ()
     # the weight of the tail
     sampler = rollout.completions.sampler_logprobs[part] if teacher.teacher_off_policy != "none" else None
-    anchors = [(rows[part], of_part(predictions, rows, part)) for rows, predictions in rollout.taught.parts]
+    anchors = [(rows[part], of_part(predictions, rows, part)) for rows, predictions in rollout.teacher_scores.parts]
     return tuple(TeacherKL(rows=rows, anchor=a, how=how, sampler=sampler) for rows, a in anchors if a is not None)
 
 
@@ -150,14 +147,8 @@ def added_parts(metrics: Mapping[str, Tensor], rollout: Rollout, part: slice) ->
     return {name: x.double() * shares[averaged_over(name)] for name, x in means.items()}
 
 
-def _head_means(batch: Batch, scores: Scores) -> dict[str, Tensor]:
-    """What was seen of the teacher beside the KL to it at each prefix, means over the tokens that it scored."""
-    carried = carries_kl(batch, "teacher")
-    return {f"teacher/{name}": masked_mean(each, carried) for name, each in scores.head.items()}
-
-
 def rows_of_each(context: Context, rollout: Rollout) -> dict[str, Tensor]:
-    """What stands behind a metric's name -> [B] bool the completions it is of: all, and each of several teachers'."""
+    """Suffix of a metric's name -> its completions, [B] bool: all of them, and those of each of several teachers."""
     teachers, rows = context.teachers, {"": torch.ones_like(rollout.completions.ended)}
     if teachers is not None and len(teachers.models) > 1:
         rows |= {f".{key}": teachers.rows(key, rollout.examples).to(rows[""].device) for key in teachers.models}
@@ -165,7 +156,7 @@ def rows_of_each(context: Context, rollout: Rollout) -> dict[str, Tensor]:
 
 
 def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, scores: Scores) -> dict[str, Tensor]:
-    """Of each of several teachers, a metric's sum over its tokens and the number of these; none of a single one."""
+    """For each of several teachers: name of a metric -> its sum over the teacher's tokens, and their number."""
     means = dict[str, Tensor]()
     for key, rows in rows_of_each(context, rollout).items():
         if not key:
@@ -174,7 +165,7 @@ def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, sc
         of_rows = batch.with_anchor("teacher", mask=mask & scored)
         kl = kl_metrics(measure(of_rows, context.objective.terms[1].term))["teacher/kl"]
         sums = {"kl": kl.double() * mask.sum(), "unscored": (mask & ~scored).sum().double()}
-        sums |= {name: masked_sum(each, mask).double() for name, each in scores.head.items()}
+        sums |= {name: masked_sum(value, mask).double() for name, value in scores.head.items()}
         means |= {f"teacher/{name}{key}": torch.stack([total, mask.sum().double()]) for name, total in sums.items()}
     return means
 
@@ -210,8 +201,6 @@ def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
     return replace(rollout, old_logprobs=old, before=None)
 
 
-# what a step measured -------------------------------------------------------------------------------------------------
-
 CARRIED = ("kl/log_ratio_clamped", "kl/k3_saturated")  # means over the tokens that carry the KL, if any
 OF_THE_LAST = (  # how far the updates of a step went from who sampled: before the first of them the ratio is 1
     *("policy/ratio_clipped", "kl/weights_truncated"),
@@ -220,7 +209,7 @@ OF_THE_LAST = (  # how far the updates of a step went from who sampled: before t
 
 
 def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]) -> dict[str, float]:
-    """What a step gave, by the names of `METRICS`: that of its tokens before the first update, and of its updates."""
+    """The metrics of a step: of its tokens before the first update, and of its updates."""
     first, last, size = outputs[0], outputs[-1], context.config.rollout.num_generations
     compared = context.config.task.reward != NO_REWARD
     metrics = step_metrics(step_record(context, rollout, first), group_size=size if compared else 1)
@@ -229,24 +218,20 @@ def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]
     done = [o for o in outputs if not o.stopped]
     metrics["train/grad_norm"] = sum(o.grad_norm for o in done) / max(1, len(done))
     metrics["policy/updates"] = float(len(done))
-    if rollout.taught is not None:
-        metrics |= _teacher_metrics(context, rollout, rollout.taught, first.scores.logprobs)
+    if rollout.teacher_scores is not None:
+        metrics |= _teacher_metrics(context, rollout, rollout.teacher_scores, first.scores.logprobs)
     if len(outputs) > 1:
         metrics["policy/kl_old"] = last.kl_old
     check_metrics(metrics)
     return metrics | {name: last.losses[name] for name in OF_THE_LAST if name in last.losses}
 
 
-def _teacher_metrics(context: Context, rollout: Rollout, taught: Taught, policy: Tensor) -> dict[str, float]:
-    """Two of the teacher, and of each of several.
-
-    end: the mean probability that it gives to the end of the completions that have one; a silent killer.
-    reward_correlation: within groups, of the reward and of what it finds likelier than the policy, per token.
-    """
+def _teacher_metrics(context: Context, rollout: Rollout, teacher: TeacherScores, policy: Tensor) -> dict[str, float]:
+    """Mean probability of the end token; correlation within groups of the reward and the teacher's log-ratio."""
     last = (rollout.completions.mask.sum(-1).clamp(min=1) - 1)[:, None]
     ended = rollout.completions.ended & rollout.mask.gather(1, last)[:, 0]
-    end = torch.where(ended, taught.logprobs.gather(1, last)[:, 0].exp(), 0.0).double()
-    likelier = masked_mean(masked_log_ratio(taught.logprobs, policy, rollout.mask), rollout.mask, -1)
+    end = torch.where(ended, teacher.logprobs.gather(1, last)[:, 0].exp(), 0.0).double()
+    likelier = masked_mean(masked_log_ratio(teacher.logprobs, policy, rollout.mask), rollout.mask, -1)
     size, metrics = context.config.rollout.num_generations, dict[str, float]()
     for key, rows in rows_of_each(context, rollout).items():
         if count := int(ended[rows].sum()):
@@ -280,7 +265,7 @@ def step_record(context: Context, rollout: Rollout, output: UpdateOutput) -> Ste
 
 
 def control_metrics(context: Context, beta: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """beta in force, its price, and what the controller logs; no price without a reward, or towards the sampler."""
+    """beta, its price, and what the controller logs; no price without a reward, or if the sampler is the reference."""
     config = context.config
     if config.task.reward == NO_REWARD or config.kl.reference == "sampler":
         return {"beta": beta}
@@ -302,7 +287,7 @@ def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: 
         "policy_logprobs": output.scores.logprobs,
         "sampler_logprobs": rollout.completions.sampler_logprobs,
         "ref_logprobs": rollout.ref_logprobs,
-        "teacher_logprobs": None if rollout.taught is None else rollout.taught.logprobs,
+        "teacher_logprobs": None if rollout.teacher_scores is None else rollout.teacher_scores.logprobs,
         "trained": None if torch.equal(rollout.mask[i], mask) else rollout.mask,
     }
     return {
@@ -317,17 +302,13 @@ def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: 
     }
 
 
-# the optimizer --------------------------------------------------------------------------------------------------------
-
 MASTERS = "masters"  # the key of the masters in the optimizer's saved state
 
 
 class MasterAdamW(AdamW):
     """AdamW on float32 copies of the weights, the masters; after every step the weights are the copies, rounded.
 
-    A bfloat16 number has 8 bits: at a rate of 1e-6 a step is far below the last of them, and most weights would never
-    move. Moments are float32 too. A weight that is float32 already is its own master. All that runs the model
-    (sampling, scoring, the heads, the reference) uses the 16-bit weights alone.
+    At a rate of 1e-6 a step is far below the last bit of a bfloat16 weight: most weights would never move.
     """
 
     def __init__(self, weights: Iterable[Tensor], **options: Any) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from klamp.doctor.alarm import Blamed
 from klamp.doctor.alarms import ALARMS
-from klamp.doctor.examine import Finding
-from klamp.report.run import ReportRun, judged
+from klamp.doctor.examine import AlarmFinding
+from klamp.report.run import ReportRun, coverage, judged
 from klamp.report.text import Html, element, join, plain_table, probability, shown
 from klamp.report.tokens import NARROW, Shown, jump
 
@@ -25,9 +25,9 @@ def anchors(completions: Sequence[Shown], numbers: Iterable[int]) -> Anchors:
     }
 
 
-def raised(runs: Sequence[ReportRun]) -> dict[str, dict[int, Finding]]:
+def raised(runs: Sequence[ReportRun]) -> dict[str, dict[int, AlarmFinding]]:
     """Alarm -> run -> finding, in the order of the runs and their steps, with all alarms before all notes."""
-    findings: dict[str, dict[int, Finding]] = {}
+    findings: dict[str, dict[int, AlarmFinding]] = {}
     for number, run in enumerate(runs):
         for finding in run.diagnosis.findings:
             findings.setdefault(finding.alarm.name, {})[number] = finding
@@ -46,8 +46,7 @@ def verdict(runs: Sequence[ReportRun]) -> Html:
     if len(runs) > 1 and raised_in:
         text += f", in {raised_in} of {len(runs)} runs"
     if len(runs) == 1:
-        diagnosis = runs[0].diagnosis
-        text += f"; {diagnosis.concerned - len(diagnosis.unchecked)} of {diagnosis.concerned} checked"
+        text += f"; {coverage(runs[0].diagnosis)}"
     blind = [run.name for run in runs if run.diagnosis.blind or run.diagnosis.empty]
     text += f"; the KL was not looked at{_of(blind, runs)}" if blind else ""
     tone = "alarm" if alarms else "note" if raised_in or blind else "sound"
@@ -87,7 +86,7 @@ def _cautions(runs: Sequence[ReportRun]) -> list[Html]:
     return [element("p", element("b", "Caution. "), f"{where[text]}{text}", class_="aside") for text in run_names]
 
 
-def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Finding], anchors: Anchors) -> Html:
+def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, AlarmFinding], anchors: Anchors) -> Html:
     alarm = next(iter(findings.values())).alarm
     several = len(runs) > 1
     symbol = element("span", "▲" if alarm.level == "alarm" else "●", aria_hidden="true")
@@ -122,7 +121,7 @@ def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Find
     )
 
 
-def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, Finding], anchors: Anchors) -> list[Html]:
+def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, AlarmFinding], anchors: Anchors) -> list[Html]:
     """A table of the tokens to blame; of several runs only the worst few of each."""
     several = len(runs) > 1
     rows: list[list[str]] = []
@@ -153,11 +152,11 @@ def _unchecked(runs: Sequence[ReportRun]) -> list[Html]:
     for run in runs:
         same.setdefault((run.diagnosis.concerned, tuple(run.diagnosis.unchecked.items())), []).append(run.name)
     parts = list[Html]()
-    for (asked, missing), names in same.items():
+    for (concerned, unchecked), names in same.items():
         rows = [
-            element("div", element("dt", element("code", name)), element("dd", f"needs {lacks}"))
-            for name, lacks in missing
+            element("div", element("dt", element("code", name)), element("dd", f"needs {gap}"))
+            for name, gap in unchecked
         ]
-        summary = element("summary", f"{len(missing)} of {asked} could not be checked{_of(names, runs)}")
+        summary = element("summary", f"{len(unchecked)} of {concerned} could not be checked{_of(names, runs)}")
         parts += [element("details", summary, element("dl", *rows, class_="unchecked"), class_="data")] if rows else []
     return parts

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from klamp.doctor.alarms_tokens import MISMATCH
-from klamp.doctor.examine import Finding
+from klamp.doctor.examine import AlarmFinding
 from klamp.doctor.metrics import METRICS, as_number
 from klamp.names import KL_NAMES, best_kl
 from klamp.report.run import OURS, ReportRun, ScoreFormat, skills_of, slots_of
@@ -142,16 +142,16 @@ def thin(curves: Sequence[Mapping[float, float]], *, most: int) -> list[float]:
     steps = sorted({step for curve in curves for step in curve})
     if len(steps) <= most:
         return steps
-    drawn = {steps[0], steps[-1]}
+    kept_steps = {steps[0], steps[-1]}
     size = math.ceil(len(steps) / max(1, most // (2 * len(curves))))
     for start in range(0, len(steps), size):
         for curve in curves:
-            held = [step for step in steps[start : start + size] if step in curve]
-            finite = [step for step in held if math.isfinite(curve[step])]
+            stretch = [step for step in steps[start : start + size] if step in curve]
+            finite = [step for step in stretch if math.isfinite(curve[step])]
             if finite:
-                drawn |= {min(finite, key=lambda s: curve[s]), max(finite, key=lambda s: curve[s])}
-            drawn |= set(held) - set(finite)
-    return sorted(drawn)
+                kept_steps |= {min(finite, key=lambda s: curve[s]), max(finite, key=lambda s: curve[s])}
+            kept_steps |= set(stretch) - set(finite)
+    return sorted(kept_steps)
 
 
 def describe(chart: Chart) -> str:
@@ -161,8 +161,8 @@ def describe(chart: Chart) -> str:
         finite = {step: value for step, value in series.points.items() if math.isfinite(value)}
         ends = dict.fromkeys((min(finite), max(finite))) if finite else ()
         parts += [f"{series.label}: {short(finite[step])} at step {short(step, digits=9)}." for step in ends]
-        lost = len(series.points) - len(finite)
-        parts += [f"{series.label}: {count(lost, 'value')} not finite."] if lost else []
+        infinite = len(series.points) - len(finite)
+        parts += [f"{series.label}: {count(infinite, 'value')} not finite."] if infinite else []
     parts += [f"{line.label}." for line in chart.lines]
     return " ".join(parts + [f"Alarm {mark.number}, {mark.name}, rose at step {mark.step}." for mark in chart.marks])
 
@@ -290,7 +290,7 @@ def _marks(run: ReportRun, plan: Chart, numbers: Mapping[str, int]) -> list[Mark
     ]
 
 
-def _concerns(finding: Finding, plan: Chart) -> bool:
+def _concerns(finding: AlarmFinding, plan: Chart) -> bool:
     needs = {part for need in finding.alarm.needs for part in need.split("|")}
     return bool(needs & plan.curves.keys()) or ("evaluations" in needs and plan.name == "retention")
 

@@ -138,6 +138,8 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
     by_run = [{numbers.label: numbers for numbers in headlines(run, skills, scores)} for run in runs]
     labels = list(dict.fromkeys(label for numbers in by_run for label in numbers))
     labels.sort(key=lambda label: (label not in (AFTER, AFTER_SEQUENCE), not label.startswith(("KL", "Divergence"))))
+    if len(runs) > COLUMNS:  # one column more would not fit on a page
+        labels = [label for label in labels if label != AFTER_SEQUENCE]
     units = {label: next(numbers[label].unit for numbers in by_run if label in numbers) for label in labels}
     names = [f"{label}, {units[label]}" if units[label] else label for label in labels]
     table: list[list[str]] = [["run", "alarms", *names]]

@@ -115,14 +115,14 @@ def _name(runs: Sequence[ReportRun]) -> str:
 
 def _title(runs: Sequence[ReportRun]) -> Html:
     if len(runs) > 1:
-        said = ", ".join(sorted({run.history.source for run in runs}))
+        source = ", ".join(sorted({run.history.source for run in runs}))
     else:
         history = runs[0].history
-        said = f"{history.source}, {count(len(history.rows), 'logged step')}"
-        said += f" up to step {history.rows[-1].step}" if history.rows else ""
-    paths = element("p", *([element("code", runs[0].path), " · "] if len(runs) == 1 else []), said, class_="source")
-    said_first = [*runs[0].said, judged([runs[0].diagnosis])]
-    lead = [element("p", " · ".join(said_first), class_="lead")] if runs[0].said else []
+        source = f"{history.source}, {count(len(history.rows), 'logged step')}"
+        source += f" up to step {history.rows[-1].step}" if history.rows else ""
+    paths = element("p", *([element("code", runs[0].path), " · "] if len(runs) == 1 else []), source, class_="source")
+    headline = [*runs[0].said, judged([runs[0].diagnosis])]
+    lead = [element("p", " · ".join(headline), class_="lead")] if runs[0].said else []
     return element("div", element("h1", _name(runs)), *lead[: len(runs) == 1], paths, verdict(runs), class_="title")
 
 
@@ -145,12 +145,12 @@ def _overview(runs: Sequence[ReportRun]) -> Html:
 
 
 def _curves(runs: Sequence[ReportRun], most: int) -> Html:
-    drawn = charts(runs, numbered(runs))
-    if not drawn:
+    page_charts = charts(runs, numbered(runs))
+    if not page_charts:
         return element("p", "No metric over steps was logged.", class_="missing")
-    curves = sum(len(chart.series) for chart in drawn)
+    curves = sum(len(chart.series) for chart in page_charts)
     points = max(25, min(most, POINTS // max(1, curves)))
-    return element("div", *(render_chart(chart, most=points) for chart in drawn), class_="grid")
+    return element("div", *(render_chart(chart, most=points) for chart in page_charts), class_="grid")
 
 
 def answer_section(runs: Sequence[ReportRun]) -> Html:
@@ -172,8 +172,8 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     ]
     began = next(iter(before.values())).step if before else 0
     ended = f"after step {max(answer.step for answer in after[0].values())}" if after[0] else "after"
-    asked = f"after step {began}" + (f", {first.name}" if len(runs) > 1 else "")
-    headings = ("question", asked, *(run.name if len(runs) > 1 else ended for run in runs), *teachers)
+    heading = f"after step {began}" + (f", {first.name}" if len(runs) > 1 else "")
+    headings = ("question", heading, *(run.name if len(runs) > 1 else ended for run in runs), *teachers)
     unit = f" ({scores.unit})" if scores.points else ""
     text = f"Greedy answers to held-out prompts, with their scores{unit}."
     if teachers:
@@ -196,10 +196,8 @@ def _teachers(runs: Sequence[ReportRun]) -> dict[str, dict[Question, Answer]]:
     columns: dict[str, dict[Question, Answer]] = {}
     for run in runs:
         answers = answers_of(run.history.answers, "last", who="teacher")
-        written = {question: answer.completion for question, answer in answers.items()}
-        if written and written not in [
-            {q: answer.completion for q, answer in other.items()} for other in columns.values()
-        ]:
+        texts = {question: answer.completion for question, answer in answers.items()}
+        if texts and texts not in [{q: answer.completion for q, answer in other.items()} for other in columns.values()]:
             columns[f"teacher of {run.name}" if len(runs) > 1 else "teacher"] = answers
     return columns
 

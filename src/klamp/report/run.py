@@ -37,8 +37,10 @@ class ReportRun:
     @cached_property
     def read(self) -> Read:
         """The function that turns its tokens into text."""
-        every = (completion.tokens for completions in self.history.completions.values() for completion in completions)
-        return reader(map(str, set[str]().union(*every)))
+        token_lists = (
+            completion.tokens for completions in self.history.completions.values() for completion in completions
+        )
+        return reader(map(str, set[str]().union(*token_lists)))
 
     def curve(self, name: str) -> dict[float, float]:
         """The values of a metric, or of `eval/SKILL`: step -> value."""
@@ -49,13 +51,20 @@ class ReportRun:
         return {row.step: row.metrics[name] for row in self.history.rows if name in row.metrics}
 
 
+def coverage(diagnosis: Diagnosis) -> str:
+    """How many alarms were checked, and how many not, in words."""
+    rest = f", {len(diagnosis.unchecked)} could not be" if diagnosis.unchecked else ""
+    return f"{len(diagnosis.checked)} of {diagnosis.concerned} alarms were checked{rest}"
+
+
 def judged(runs: Sequence[Diagnosis]) -> str:
     """How many alarms and notes rose in these runs, in words; a plain "no alarm" where the KL of each was looked at."""
     alarms = sum(len(run.failed()) for run in runs)
     notes = sum(len(run.findings) for run in runs) - alarms
     if all(run.empty for run in runs):
         return "nothing could be checked"
-    sound = "no alarm in what was looked at" if any(run.blind or run.empty for run in runs) else "no alarm"
+    blind = any(run.blind or run.empty for run in runs)
+    sound = "cannot tell: no alarm in what was looked at" if blind else "no alarm"
     text = count(alarms, "alarm") if alarms else sound
     return f"{text}, {count(notes, 'note')}" if notes else text
 

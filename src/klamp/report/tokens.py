@@ -80,7 +80,7 @@ class Shown:
 
 def ranked(runs: Sequence[ReportRun]) -> list[Shown]:
     """All completions of the runs with equal ones joined, the worst first."""
-    entries = [shown for number, run in enumerate(runs) for shown in _of_run(run, number)]
+    entries = [entry for number, run in enumerate(runs) for entry in _of_run(run, number)]
     return sorted(
         entries, key=lambda entry: (not entry.blamed, -entry.worst, entry.run, entry.completion.step, entry.index)
     )
@@ -92,17 +92,17 @@ def _of_run(run: ReportRun, number: int) -> Iterable[Shown]:
         twins: dict[tuple[object, ...], list[int]] = {}
         for index, completion in enumerate(completions):
             twins.setdefault(_identity(completion), []).append(index)
-        for same in twins.values():
-            first = completions[same[0]]
+        for twin_indices in twins.values():
+            first = completions[twin_indices[0]]
             against = next(iter(recorded(first)), None)
             yield Shown(
                 run=number,
                 completion=first,
-                index=same[0],
-                times=len(same),
+                index=twin_indices[0],
+                times=len(twin_indices),
                 against=against,
                 ratios=_ratios(first, against),
-                blamed=frozenset().union(*(blamed.get((step, index), frozenset()) for index in same)),
+                blamed=frozenset().union(*(blamed.get((step, index), frozenset()) for index in twin_indices)),
             )
 
 
@@ -125,12 +125,12 @@ def _identity(completion: Completion) -> tuple[object, ...]:
 
 def recorded(completion: Completion) -> dict[Anchor, Sequence[float]]:
     """The other models that scored a completion, with their log-probabilities; the first is the default."""
-    every: dict[Anchor, Sequence[float] | None] = {
+    logprobs: dict[Anchor, Sequence[float] | None] = {
         "reference": completion.ref,
         "teacher": completion.teacher,
         "sampler": completion.sampler,
     }
-    return {anchor: values for anchor, values in every.items() if values is not None}
+    return {anchor: values for anchor, values in logprobs.items() if values is not None}
 
 
 def _ratios(completion: Completion, against: Anchor | None) -> array[float]:
@@ -161,8 +161,8 @@ def worst_tokens(completions: Mapping[int, Shown], *, most: int) -> list[tuple[i
             ratio = entry.ratios[position]
             if math.isfinite(ratio) and ratio != 0:
                 token, step = str(entry.completion.tokens[position]), entry.completion.step
-                same = (entry.run, step, token, position, entry.completion.policy[position], ratio)
-                sizes[places.setdefault(same, (number, position))] = abs(ratio)
+                identity = (entry.run, step, token, position, entry.completion.policy[position], ratio)
+                sizes[places.setdefault(identity, (number, position))] = abs(ratio)
     return sorted(sizes, key=lambda place: -sizes[place])[:most]
 
 
@@ -194,13 +194,13 @@ def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: in
     A completion that is too large makes room for smaller ones; a long run has tens of thousands of them.
     """
     cards: dict[int, Html] = {}
-    missed, room = 0, room - FRAME
+    misses, room = 0, room - FRAME
     for number, entry in enumerate(completions):
-        drawn = card(entry, number, read=runs[entry.run].read, label=runs[entry.run].name if len(runs) > 1 else "")
-        size = len(drawn.encode())
+        html = card(entry, number, read=runs[entry.run].read, label=runs[entry.run].name if len(runs) > 1 else "")
+        size = len(html.encode())
         if size <= room:
-            cards[number], room, missed = drawn, room - size, 0
-        elif (missed := missed + 1) == PATIENCE:
+            cards[number], room, misses = html, room - size, 0
+        elif (misses := misses + 1) == PATIENCE:
             break
     return cards
 
@@ -213,11 +213,11 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], cards
             "log_completions_every steps; for other trainers see the names that `klamp doctor` reads."
         )
         return element("p", text, class_="missing")
-    here = {number: completions[number] for number in cards}
+    entries = {number: completions[number] for number in cards}
     return join(
         [
-            element("p", said(completions, list(here.values())), class_="aside", id="left-out"),
-            _worst_table(runs, here),
+            element("p", said(completions, list(entries.values())), class_="aside", id="left-out"),
+            _worst_table(runs, entries),
             element("h3", "Completions", id="all-completions"),
             *_anchor_choice(completions),
             legend(sorted({entry.against for entry in completions if entry.against})),
@@ -231,14 +231,14 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], cards
 
 def said(completions: Sequence[Shown], on_page: Sequence[Shown]) -> str:
     """A sentence on how many completions are on the page, and how many are not."""
-    total, here = (sum(entry.times for entry in some) for some in (completions, on_page))
-    if total == here == 1:
+    total, on_cards = (sum(entry.times for entry in group) for group in (completions, on_page))
+    if total == on_cards == 1:
         return "The only completion that was written."
-    whole = len(on_page) == len(completions)
-    text = f"{'All' if whole else f'{here} of'} {count(total, 'completion')}"
-    text += f", {count(len(on_page), 'card')} where twins are joined" if here != len(on_page) else ""
+    complete = len(on_page) == len(completions)
+    text = f"{'All' if complete else f'{on_cards} of'} {count(total, 'completion')}"
+    text += f", {count(len(on_page), 'card')} where twins are joined" if on_cards != len(on_page) else ""
     text += ", the worst token first" + (" after those that an alarm blames" if any(e.blamed for e in on_page) else "")
-    return f"{text}." if whole else f"{text}. The others are left out for the size of the page."
+    return f"{text}." if complete else f"{text}. The others are left out for the size of the page."
 
 
 def jump(entry: Shown, number: int, position: int) -> Html:
@@ -366,10 +366,13 @@ def _facts(entry: Shown) -> list[Html]:
     rewards = [("reward", completion.reward), ("advantage", completion.advantage)]
     rows = [_fact(name, short(value)) for name, value in rewards if value is not None]
     for anchor in recorded(completion):
-        one, hidden = entry.towards(anchor), anchor != entry.against
-        text, sizes = f"{short(one.k3)} | {signed(one.k1)} nats", {"kl": f"{one.k3:.6g}", "worst": f"{one.worst:.6g}"}
+        distance, hidden = entry.towards(anchor), anchor != entry.against
+        text, sizes = (
+            f"{short(distance.k3)} | {signed(distance.k1)} nats",
+            {"kl": f"{distance.k3:.6g}", "worst": f"{distance.worst:.6g}"},
+        )
         rows.append(_fact(f"{DISTANCES[anchor]} (k3 | k1)", text, of=anchor, hidden=hidden, **sizes))
-        rows.append(_fact("largest", f"{short(one.worst)} nats", of=anchor, hidden=hidden))
+        rows.append(_fact("largest", f"{short(distance.worst)} nats", of=anchor, hidden=hidden))
     ending = {True: ", ended", False: ", cut off", None: ""}[completion.ended]
     return [*rows, _fact("length", f"{count(sum(completion.is_sampled), 'token')}{ending}")]
 
@@ -390,12 +393,12 @@ def _strip(entry: Shown, read: Callable[[str], str]) -> Html:
     begin, end = entry.span
     completion = entry.completion
     total = len(completion.tokens)
-    left_out = [element("p", f"Only tokens {begin + 1} to {end} of {total} are shown.", class_="aside")]
-    whose = f", shaded by log policy − log {entry.against}" if entry.against else ""
-    name = f"Tokens of step {completion.step}, completion {entry.index + 1}{whose}"
+    note = [element("p", f"Only tokens {begin + 1} to {end} of {total} are shown.", class_="aside")]
+    shading = f", shaded by log policy − log {entry.against}" if entry.against else ""
+    name = f"Tokens of step {completion.step}, completion {entry.index + 1}{shading}"
     tokens = [_token(entry, position, read) for position in range(begin, end)]
     strip = element("div", *tokens, class_="tokens", role="group", aria_label=name, data_begin=begin)
-    return join([strip, *(left_out if end - begin < total else [])])
+    return join([strip, *(note if end - begin < total else [])])
 
 
 def _token(entry: Shown, position: int, read: Callable[[str], str]) -> Html:
@@ -413,10 +416,10 @@ def _token(entry: Shown, position: int, read: Callable[[str], str]) -> Html:
 def _numbers(entry: Shown) -> str:
     """The log-probabilities of the tokens, rounded, as JSON: first letter of the model -> values."""
     begin, end = entry.span
-    every = {"policy": entry.completion.policy, **recorded(entry.completion)}
+    logprobs = {"policy": entry.completion.policy, **recorded(entry.completion)}
     rounded = {
         name[0]: [round(value, 5) if math.isfinite(value) else None for value in values[begin:end]]
-        for name, values in every.items()
+        for name, values in logprobs.items()
     }
     return json.dumps(rounded, separators=(",", ":"))
 

@@ -53,6 +53,11 @@ class OutputHead(NamedTuple):
         bias = None if self.bias is None else self.bias.to(device)
         return self._replace(weight=self.weight.to(device), bias=bias)
 
+    def copied(self) -> OutputHead:
+        """A detached copy, which an update of the model does not change."""
+        bias = None if self.bias is None else self.bias.detach().clone()
+        return self._replace(weight=self.weight.detach().clone(), bias=bias)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of hidden states, in float32: [..., H] -> [..., V]."""
         raw = nn.functional.linear(hidden, self.weight, self.bias).float()

@@ -9,6 +9,7 @@ defaults enters them. `connect` checks such a server before any work.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import urllib.request
@@ -25,6 +26,7 @@ from urllib.error import HTTPError
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from klamp.core.types import FORBIDDEN
 from klamp.errors import ConfigError, KLWarning, ModelError, unknown_name
 from klamp.scoring.completions import Completions, kept_ids
 from klamp.scoring.model_parts import Told
@@ -123,7 +125,7 @@ class VLLMReference:
                 f"it returned numbers that are no log-probabilities ({str(others[0])[:20]} is one of them): vLLM does "
                 "so with --logprobs-mode raw_logits or processed_logits; start it with raw_logprobs, its default",
             )
-        return places
+        return [[(token, -math.inf if number <= FORBIDDEN else number) for token, number in place] for place in places]
 
     def _place(self, token: int, entry: dict[str, dict[str, Any]]) -> Place:
         """The k likeliest by rank: the token itself is told too, and is one of them only if its rank says so."""

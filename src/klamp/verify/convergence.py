@@ -65,6 +65,8 @@ class End(NamedTuple):
     distance: float  # KL(policy||optimum) at the price that is expected
     price: float  # reward per nat of a completion whose optimum is nearest to where it ended
     nearest: float  # KL(policy||optimum) at that price
+    nearest_kl: float  # KL(optimum||ref) at that price
+    nearest_length: float
     kl: float  # KL(policy||ref) where it ended
     optimal_kl: float
     length: float  # mean length in tokens
@@ -187,15 +189,20 @@ def _describe(world: Scene, to_ref: float, to_teacher: float, *, stands: bool) -
     ref = (both.sum(-1) / price).log_softmax(-1)
     fitted = fit_price(ended, ref, world.rewards)
     best, nearest = optimum(ref, world.rewards, price), optimum(ref, world.rewards, fitted)
+    (kl, length), (optimal_kl, optimal_length), (nearest_kl, nearest_length) = (
+        (float(divergence(policy, ref)), float((policy.exp() * lengths).sum())) for policy in (ended, best, nearest)
+    )
     return End(
         stands=stands,
         distance=float(divergence(ended, best)),
         price=fitted,
         nearest=float(divergence(ended, nearest)),
-        kl=float(divergence(ended, ref)),
-        optimal_kl=float(divergence(best, ref)),
-        length=float((ended.exp() * lengths).sum()),
-        optimal_length=float((best.exp() * lengths).sum()),
+        nearest_kl=nearest_kl,
+        nearest_length=nearest_length,
+        kl=kl,
+        optimal_kl=optimal_kl,
+        length=length,
+        optimal_length=optimal_length,
     )
 
 

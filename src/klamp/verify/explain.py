@@ -215,8 +215,9 @@ def _explain_kl(kl: KLConfig, loss: LossConfig, setting: Setting) -> tuple[str, 
         lines.append(("at 30 nats", faults or "finite in float32, bfloat16 and float16"))
     clipped = kl.kl_clip_method != "none"
     if setting.rewarded and facts.position.follows.factor > 0 and not proximal:
-        price = describe_price(setting.price(kl, loss), group_size=setting.group_size)
-        lines.append(("price", price + ", above the budget" * clipped))
+        price = describe_price(setting.price(kl, loss), group_size=setting.group_size) + ", above the budget" * clipped
+        moves = "" if kl.controller_name == "fixed" else "moves with beta; at its start "
+        lines.append(("price", moves + price))
     verdict = verdict_of(facts, kl_reduction(kl, loss), proximal=proximal, updates=setting.updates)
     return verdict + " Clipped: see limits." * clipped, lines
 
@@ -317,8 +318,10 @@ def _advice(term: KLTerm, facts: ConfigFacts) -> str:
     """What corrects a gradient that is neither KL's for tokens of an older policy."""
     if facts.off_policy.follows.factor or facts.off_policy.follows.name == "zero":
         return ""
-    if term.placement != "loss":
+    if term.placement == "reward":
         return "; the KL in it is that of the policy that sampled, and goes stale with every further update"
+    if term.placement == "advantage":
+        return ""
     proximal = term.anchor == "sampler" and term.gradient in ("reverse", "forward")
     if term.off_policy != "none" or not (facts.position.follows.factor or proximal):
         return ""
@@ -417,8 +420,9 @@ def where_it_ends(kl: KLConfig, loss: LossConfig, teacher: TeacherConfig | None,
     target = f"{who} exp(reward / price)"
     if end.exact:
         return f"at the optimum of E[reward] - price KL(policy||{who}): {target} ({at})"
-    away = f"{end.distance:.2g} nats from the optimum {target}"
+    name, distance, best_kl, best_length = "optimum", end.distance, end.optimal_kl, end.optimal_length
     if loss.scale == "std":
-        away = f"{end.nearest:.2g} nats from the nearest optimum {target}, price {end.price:.2g}"
-    against = f"KL {end.kl:.2f} against {end.optimal_kl:.2f}, length {end.length:.2f} against {end.optimal_length:.2f}"
-    return f"{away}: {against} ({at})"
+        target += f", price {end.price:.2g}"
+        name, distance, best_kl, best_length = "nearest optimum", end.nearest, end.nearest_kl, end.nearest_length
+    against = f"KL {end.kl:.2f} against {best_kl:.2f}, length {end.length:.2f} against {best_length:.2f}"
+    return f"{distance:.2g} nats from the {name} {target}: {against} ({at})"

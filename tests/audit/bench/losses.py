@@ -102,7 +102,6 @@ def trained_on(
 
 
 def advantages() -> Iterator[Case]:
-    """24 forms, with the rewards passed."""
     for form in ("z-score", "mean", "leave one out", "batch"):
         yield Case(f"{form}, no KL, beta 0", trained_on(form, "none", beta=0.0), ("none",), beta=None)
         for size, stale in product(("summed", "mean"), (False, True) if form != "batch" else (False,)):

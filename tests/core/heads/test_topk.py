@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.core.heads.naive import DIRECTIONS, OPTIONS, head, kl_inputs, naive_logits, poisoned
 
 from klamp.core.estimators import exact_kl
+from klamp.core.heads import tiles
 from klamp.core.heads.kl import cut_mass, linear_head_kl, linear_kl
 from klamp.core.heads.logprobs import linear_logprobs, linear_topk
 from klamp.core.heads.tiles import Head
@@ -63,6 +64,16 @@ def test_log_probabilities_of_several_and_of_the_likeliest(any_tiles, n, k, v, l
     best = logprobs.topk(min(top, v), 1).values
     assert torch.allclose(found.logprobs.double(), best, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert all(len(set(row)) == min(top, v) for row in found.ids.tolist())
+
+
+def test_the_likeliest_of_many_tiles_with_blocks_that_are_skipped(monkeypatch):
+    """Tiles of 3 rows and 40 entries: two blocks of 16 whose largest may be below a row's k, and 8 entries beside."""
+    monkeypatch.setattr(tiles, "TILE_ROWS", 3)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 3 * 40 * 4)
+    hidden, weight, *_ = head(7, 6, 400)
+    best = naive_logits(hidden, weight).log_softmax(-1).topk(5, 1)
+    top = linear_topk(hidden, weight, 5)
+    assert torch.equal(top.ids, best.indices) and torch.allclose(top.logprobs, best.values)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -78,7 +78,6 @@ def saved(made: Any, folder: Path) -> str:
 
 @torch.no_grad()
 def move(made: Any, size: float = 0.05) -> None:
-    """Move a policy away from its reference."""
     generator = torch.Generator().manual_seed(1)
     for parameter in made.parameters():
         if parameter.requires_grad:
@@ -113,7 +112,6 @@ def arguments(folder: Any, **options: Any) -> Any:
 
 
 def trainer(folder: Any, made: Any = None, *, kind: Any = None, **options: Any) -> Any:
-    """Unsloth's trainer around a model."""
     rows, rewarded = Dataset.from_dict({"prompt": list(PROMPTS)}), options.pop("reward", reward)
     return (kind or trl.GRPOTrainer)(
         model=model() if made is None else made,
@@ -126,7 +124,6 @@ def trainer(folder: Any, made: Any = None, *, kind: Any = None, **options: Any) 
 
 
 def attached(folder: Any, kl: KLConfig, made: Any = None, *, ref_model: Any = None, **options: Any) -> Any:
-    """The same with klamp's KL."""
     return klamp.trl.attach(trainer(folder, made, **options), kl, ref_model=ref_model)
 
 
@@ -134,14 +131,10 @@ class Seen(NamedTuple):
     """One loss."""
 
     loss: Tensor
-    by_logprobs: Tensor
-    """Its gradient with respect to the policy's log-probabilities, in Unsloth's columns."""
-    by_weights: Tensor
-    """And with respect to the policy's weights."""
-    call: Call
-    """What Unsloth's loss function was called with."""
-    logged_kl: float
-    """What Unsloth logged as `kl`."""
+    by_logprobs: Tensor  # its gradient with respect to the policy's log-probabilities, in Unsloth's columns
+    by_weights: Tensor  # and with respect to the policy's weights
+    call: Call  # what Unsloth's loss function was called with
+    logged_kl: float  # what Unsloth logged as `kl`
 
 
 class Recorder:
@@ -188,14 +181,9 @@ def assert_same(pairs: list[tuple[Seen, Seen]], *, steps: int, weights: float = 
     assert len(pairs) >= steps
     for mine, stock in pairs:
         assert mine.call.beta == 0.0 < stock.call.beta
-        scale = max(1.0, float(stock.loss.abs()))
-        assert abs(float(mine.loss - stock.loss)) <= 1e-6 * scale
-        assert (mine.by_logprobs - stock.by_logprobs).abs().max() <= 1e-6 * max(
-            1.0, float(stock.by_logprobs.abs().max())
-        )
-        assert (mine.by_weights - stock.by_weights).abs().max() <= weights * max(
-            1.0, float(stock.by_weights.abs().max())
-        )
+        for name, bound in (("loss", 1e-6), ("by_logprobs", 1e-6), ("by_weights", weights)):
+            ours, theirs = getattr(mine, name), getattr(stock, name)
+            assert (ours - theirs).abs().max() <= bound * max(1.0, float(theirs.abs().max())), name
         assert abs(mine.logged_kl - stock.logged_kl) <= 1e-6 or stock.call.extra_kwargs["use_bias_correction_kl"]
         assert mine.call.new.shape[1] >= LENGTH
     assert max(stock.logged_kl for _, stock in pairs) > 1e-3

@@ -11,16 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.unsloth.hosts import (
-    CASES,
-    UNWEIGHTED,
-    assert_same,
-    attached,
-    compared,
-    move,
-    saved,
-    tokenizer,
-)
+from tests.engines.unsloth.hosts import CASES, UNWEIGHTED, assert_same, attached, compared, move, saved, tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from klamp.config import KLConfig

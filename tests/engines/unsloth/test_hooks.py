@@ -259,27 +259,27 @@ def test_a_stock_trainer(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     made = with_switches(AutoModelForCausalLM.from_pretrained(saved(model(), tmp_path)))
-    found = klamp.trl.effective(trainer(tmp_path, made, beta=0.25, loss_type="bnpo"))
-    assert found.host.startswith("unsloth 2026.10.7, trl 1.15.0, UnslothGRPOTrainer")
-    (term,) = found.terms
-    assert (term.term, term.beta, found.reference) == ("Unsloth's own", 0.25, "loaded by Unsloth")
+    effect = klamp.trl.effective(trainer(tmp_path, made, beta=0.25, loss_type="bnpo"))
+    assert effect.host.startswith("unsloth 2026.10.7, trl 1.15.0, UnslothGRPOTrainer")
+    (term,) = effect.terms
+    assert (term.term, term.beta, effect.reference) == ("Unsloth's own", 0.25, "loaded by Unsloth")
     assert term.value == "k3 times the policy ratio"
     assert term.price.startswith("0.333 x the standard deviation of a group's rewards per nat of a whole completion")
-    assert found.normalizer.startswith("mean over the tokens of the optimizer step")
-    assert f"{K3_STOPS}, and nothing says so" in found.notes
-    assert "TRL" not in "".join(found.notes)
+    assert effect.normalizer.startswith("mean over the tokens of the optimizer step")
+    assert f"{K3_STOPS}, and nothing says so" in effect.notes
+    assert "TRL" not in "".join(effect.notes)
 
 
 def test_an_attached_one(tmp_path: Path) -> None:
     host = attached(tmp_path, KLConfig(beta=0.25, target_kl=0.1))
-    found = klamp.trl.effective(host)
-    (term,) = found.terms
+    effect = klamp.trl.effective(host)
+    (term,) = effect.terms
     assert (term.term, term.beta) == ("klamp's", 0.25)
     assert term.controller == "hold controller from 0.25, towards 0.1 nats per token"
     assert term.price.startswith("0.333 x the standard deviation of a group's rewards per nat of a whole completion")
-    assert found.reference == "a frozen copy in memory"
-    assert found.normalizer == ("mean over completions of the mean over tokens (Unsloth's own, loss_type='grpo')")
-    assert f"{K3_STOPS}; klamp's KL has none of these clamps" in found.notes
+    assert effect.reference == "a frozen copy in memory"
+    assert effect.normalizer == ("mean over completions of the mean over tokens (Unsloth's own, loss_type='grpo')")
+    assert f"{K3_STOPS}; klamp's KL has none of these clamps" in effect.notes
     assert "Unsloth's own k3 stops" in str(klamp.trl.effective(host))
 
 

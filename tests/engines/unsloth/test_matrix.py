@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.unsloth.hosts import (
-    CASES,
-    TWICE,
-    UNWEIGHTED,
-    assert_same,
-    attached,
-    compared,
-    model,
-    move,
-    saved,
-)
+from tests.engines.unsloth.hosts import CASES, TWICE, UNWEIGHTED, assert_same, attached, compared, model, move, saved
 
 from benchmarks.unsloth_cpu import with_switches
 from klamp.config import KLConfig
@@ -79,9 +69,7 @@ def test_a_reference_that_unsloth_has_loaded(tmp_path: Path) -> None:
         {"UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE": "1", "UNSLOTH_GRPO_LOSS_AGGREGATION": "prompt"},
     ],
 )
-def test_weights_of_whole_completions(
-    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_of_completions(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An average of Unsloth's that TRL does not have; asked for in the environment."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -134,5 +134,5 @@ def _without_padding(step: Step) -> Tensor:
 
 def gradient(loss: Tensor, step: Step) -> Tensor:
     """d loss / d policy log-probabilities. [B, T]"""
-    (found,) = torch.autograd.grad(loss, step.policy, allow_unused=False)
-    return found
+    (slope,) = torch.autograd.grad(loss, step.policy, allow_unused=False)
+    return slope

@@ -104,13 +104,11 @@ class Running:
             raise AssertionError(f"more than {LIMIT} s: {self.said()[-3000:]}") from None
 
     def wait_for(self, text: str, file: Path) -> None:
-        """Return once a file holds a text."""
         while not (file.exists() and text in file.read_text(encoding="utf-8", errors="replace")):
             assert self.process.poll() is None and time.monotonic() < self.until, self.said()[-3000:]
             time.sleep(0.1)
 
     def said(self) -> str:
-        """What it printed."""
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def left(self, *, patience: float = 0.0) -> dict[int, str]:

@@ -221,18 +221,14 @@ def as_verl_tokenizes(config: TrainConfig, folder: Path) -> tuple[list[list[int]
     return ids, rows, found
 
 
-def check_ids(config: TrainConfig, folder: Path) -> Any:
-    task, tokenizer = written(config, folder)
-    found, _, _ = as_verl_tokenizes(config, folder)
+def test_prompts_have_the_tokens_and_the_order_of_klamps_own_loop(config_of, tmp_path) -> None:
+    config = config_of()
+    task, tokenizer = written(config, tmp_path)
+    verls_ids, _, _ = as_verl_tokenizes(config, tmp_path)
     size, steps = config.rollout.prompts_per_step, config.run.max_steps
     order = [i for step in range(steps) for i in examples_of_step(step, len(task.train), size=size, seed=0)]
     ids, mask = encode_prompts([task.train[i].prompt for i in order], tokenizer, torch.device("cpu"))
-    assert found == [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
-    return task
-
-
-def test_prompts_have_the_tokens_and_the_order_of_klamps_own_loop(config_of, tmp_path) -> None:
-    check_ids(config_of(), tmp_path)
+    assert verls_ids == [row[carried.bool()].tolist() for row, carried in zip(ids, mask, strict=True)]
 
 
 def test_verl_scores_with_the_task(config_of, tmp_path) -> None:

@@ -33,8 +33,8 @@ def test_a_kl_in_the_loss(kind: str, ok: bool, kl: str, nested: bool, verdicts: 
     (verdict,) = verdicts
     assert (verdict.ok, verdict.kl) == (ok, kl), str(verdict)
     assert verdict.beta == pytest.approx(BETA, rel=1e-3)
-    (found,) = torch.autograd.grad(loss, step.policy)
-    assert found.isfinite().all()
+    (slope,) = torch.autograd.grad(loss, step.policy)
+    assert slope.isfinite().all()
 
 
 def test_without_a_kl_and_with_a_check_that_fails(verdicts: list, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,8 +95,8 @@ def test_without_a_kl_no_reference_is_loaded() -> None:
     config = composed(overrides(KLConfig(beta=0)))
     assert not need_reference_policy(config)
     assert "VERL_USE_EXTERNAL_MODULES" not in OmegaConf.to_yaml(config), "nothing of klamp's has to run"
-    found = effective(config)
-    assert not found.terms and found.reference.startswith("none")
+    effect = effective(config)
+    assert not effect.terms and effect.reference.startswith("none")
 
 
 def read(text: str) -> Any:

@@ -39,7 +39,7 @@ def trained(model: str) -> dict[str, Any]:
         vllm_max_model_length=64,
         beta=0.04,
         num_iterations=2,
-        fast_scoring="require",
+        fast_scoring=True,
         gradient_checkpointing=False,
         per_device_train_batch_size=8,
         num_generations=4,

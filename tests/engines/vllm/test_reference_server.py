@@ -101,7 +101,7 @@ def test_the_numbers_are_those_of_a_local_reference(connected: Callable[..., VLL
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
-def test_the_head_of_a_teacher_has_the_kl_and_the_gradient_of_a_local_one(
+def test_a_head_equals_the_local_one(
     connected: Callable[..., VLLMReference], folder: str, direction: Direction
 ) -> None:
     """The teacher's eight likeliest tokens and a sampled tail; the policy is another model."""

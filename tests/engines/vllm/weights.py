@@ -43,7 +43,6 @@ class FileEngine(NCCLWeightTransferEngine):
         """Nothing is joined."""
 
     def update_weights(self, update_info: Any) -> None:
-        """Wait for the file, load it and take it away."""
         deadline = time.monotonic() + LIMIT
         while not file().exists():
             assert time.monotonic() < deadline, "the trainer sent no weights"

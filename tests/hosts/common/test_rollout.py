@@ -14,20 +14,21 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import kl_estimate
-from klamp.core.penalty import advantages_with_kl, shifted_advantages
-from klamp.core.term import KLTerm, measure, prepare, sequence_gate_kl
+from klamp.core.penalty import advantages_with_kl
+from klamp.core.term import KLTerm, Weighted, measure, prepare, sequence_gate_kl
 from klamp.errors import ConfigError
+from klamp.hosts.common.coefficient import advantages_less_kl
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.rollout import (
     Alone,
     Generation,
+    advantages_of_rewards,
     excluded_ids,
     exclusion_scale,
     gate_over_processes,
     kl_tokens,
     prepared,
     reference_lengths,
-    shifted,
 )
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
@@ -169,7 +170,7 @@ def test_the_kl_in_the_reward_is_the_advantage_of_lower_rewards(processes: int, 
         mine = formed.split(ROWS // processes)[member.process_index]
         extra = {"klamp_gate_kl": gate_over_processes(made, term), "klamp_reference_length": torch.full_like(mine, 2)}
         made = replace(made, inputs={**made.inputs, "advantages": mine, **(extra if clip else {})})
-        return shifted(made, term, beta=0.3)
+        return advantages_of_rewards(made, term, beta=0.3)
 
     batch = replace(generation().batch(), group_size=GROUP, reference_length=2.0)
     made = prepare(batch, term)
@@ -186,26 +187,27 @@ def test_a_completion_without_a_reward_has_no_say() -> None:
     term = KLConfig(beta=0.3, **REWARD).build_term()
     scorable = torch.tensor([True, True, True, False] + [False] * 4)
     made = generation(scorable=scorable)
-    found = shifted(made, term, beta=0.3) - made.inputs["advantages"]
+    found = advantages_of_rewards(made, term, beta=0.3) - made.inputs["advantages"]
     spent = (made.old_logprobs - made.inputs["ref_per_token_logps"]) * made.inputs["completion_mask"]  # pyright: ignore
     taken = 0.3 * spent.sum(-1)[:3]
     torch.testing.assert_close(found[:3], taken.mean() - taken)
     assert found[3:].tolist() == [0.0] * 5
     by_token = made.inputs["advantages"][:, None].expand(made.inputs["completion_mask"].shape)
-    each = shifted(replace(made, inputs={**made.inputs, "advantages": by_token}), term, beta=0.3) - by_token
-    torch.testing.assert_close(each, found[:, None].expand_as(each))
+    tokens = replace(made, inputs={**made.inputs, "advantages": by_token})
+    shift = advantages_of_rewards(tokens, term, beta=0.3) - by_token
+    torch.testing.assert_close(shift, found[:, None].expand_as(shift))
 
 
-def test_the_kl_in_the_advantage_is_the_cores() -> None:
-    kl = KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
-    made = generation()
-    batch = made.batch()
-    expected = shifted_advantages(batch.advantages, prepare(batch, kl.build_term()), beta=0.3)
-    torch.testing.assert_close(shifted(made, kl.build_term(), beta=0.3), expected)
+def test_the_kl_in_the_advantage_is_the_present_policys() -> None:
+    kl = KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage")
+    made, term = generation(), kl.build_term()
     added = prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction="token_mean")
-    torch.testing.assert_close(added["advantages"], expected)
-    unshifted = prepared(made, KLControl(kl), TOKENIZER, beta=0.0, reduction="token_mean")
-    assert torch.equal(unshifted["advantages"], made.inputs["advantages"]), "a schedule that starts at 0"
+    assert torch.equal(added["advantages"], made.inputs["advantages"]), "the loss shifts them"
+    batch = replace(made.batch(), policy_logprobs=made.batch().policy_logprobs - 0.7)  # after an update
+    delta = (batch.policy_logprobs - made.inputs["ref_per_token_logps"]) * batch.mask
+    found = advantages_less_kl(batch, [Weighted(0.3, term), Weighted(9.0, KLTerm())])
+    torch.testing.assert_close(found, batch.advantages[:, None] - 0.3 * delta)
+    assert advantages_less_kl(batch, [Weighted(0.0, term)]) is batch.advantages, "a schedule that starts at 0"
 
 
 def test_exclusions_are_settled_before_the_gate() -> None:

@@ -14,7 +14,7 @@ from scripts.newest import PACKAGES
 
 from klamp.errors import MissingLibrary, UnsupportedVersion
 from klamp.hosts.common import versions
-from klamp.hosts.common.versions import HOSTS, caution_beside, check_version, load_tinker, told_version
+from klamp.hosts.common.versions import HOSTS, caution_beside, check_version, host_version, load_tinker
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -83,7 +83,7 @@ def test_what_a_host_brings_along_is_cautioned_of_likewise(
     caution_beside("transformers", "vllm", "unsloth")  # the last is not here, and none of its business
     said = [str(each.message) for each in recwarn]
     assert [text.partition(" is newer")[0] for text in said] == ["transformers 6.0", "vllm 0.40.1"]
-    assert told_version("vllm") == "vllm 0.40.1"
+    assert host_version("vllm") == "vllm 0.40.1"
 
 
 def test_what_is_tried_is_asked_for_by_the_newest() -> None:
@@ -116,7 +116,7 @@ def test_a_host_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
         check_version("trl")
     with pytest.raises(UnsupportedVersion, match="not installed"):
         load_tinker.__wrapped__()
-    assert told_version("verl") == "verl, not installed here"
+    assert host_version("verl") == "verl, not installed here"
 
 
 @pytest.mark.parametrize("host", ["trl", "tinker", "verl", "unsloth", "transformers"])

@@ -195,7 +195,7 @@ def test_a_row_that_cannot_be_read_is_refused_with_its_datum(
         (None, ShapeError, "logprobs_list does not hold one row"),
         ([[-1.0, -1.0, -1.0]], TensorError, r"logprobs_list\[0\] must be a torch.Tensor"),
         ([torch.tensor([7, 8, 9])], TensorError, r"logprobs_list\[0\] must hold floating-point numbers"),
-        ([torch.zeros(4)], ShapeError, "datum 0: the policy's log-probabilities do not have the length"),
+        ([torch.zeros(4)], ShapeError, "datum 0: the policy's row does not have one number"),
         ([torch.tensor([0.0, float("nan"), 0.0])], NonFiniteError, "datum 0: the policy's row"),
         ([torch.ones(3)], DataError, "datum 0: the policy's row"),
     ],

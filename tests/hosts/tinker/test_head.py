@@ -152,9 +152,9 @@ def test_a_head_that_does_not_fit_is_refused_before_anything_is_sent():
     with pytest.raises(NonFiniteError, match="datum 0: teacher_head_logprobs"):
         forward_backward_kl(None, [broken], kl_coef=0.0, teacher=teacher(teacher_top_k=2))
     given = [torch.full((4,), -1.0, requires_grad=True)]
-    with pytest.raises(ShapeError, match="do not have the length") as caught:
+    with pytest.raises(ShapeError, match="does not have one number per token") as caught:
         compute_grpo_kl_loss([datum(PLACES)], given, kl_coef=0.0, teacher=teacher(teacher_top_k=2))
-    assert "2 tokens of a head" in caught.value.got
+    assert "tokens (4, 3)" in caught.value.got
 
 
 # -- over the wire -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def test_every_argument_arrives_and_without_one_it_is_klamps_default() -> None:
     objective = default.objective
     assert (objective.surrogate, objective.reduction, objective.beta) == ("ppo_clip", "token_mean", KLConfig.beta)
     assert (objective.clip_low, objective.clip_high, objective.max_length) == (0.2, 0.2, None)
-    assert objective.terms[0].term == KLConfig().build_term() and not objective.trust.there
+    assert objective.terms[0].term == KLConfig().build_term() and not objective.trust.is_set
     totals, teacher = Totals(sequences=4, tokens=40, kl_tokens=30), TeacherConfig(teacher_model="t", teacher_coef=0.75)
     loss = LossConfig(surrogate="cispo", epsilon=0.1, epsilon_high=0.3, off_policy_mask_threshold=0.5)
     around = {"loss": loss, "teacher": teacher, "max_length": 9, "group_size": 2, "totals": totals}

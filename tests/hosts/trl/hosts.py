@@ -13,7 +13,15 @@ import torch
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from klamp.config import KLConfig
 from klamp.hosts.trl.grpo_trainer import join
@@ -47,8 +55,12 @@ def model(kind: str = "qwen2", *, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     sizes = {"vocab_size": len(tokenizer()), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config, build = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
     ids = {"eos_token_id": tokenizer().eos_token_id, "pad_token_id": tokenizer().pad_token_id, "bos_token_id": None}
+    if kind == "gpt2":  # GPT-2 learned its positions
+        sizes = {"vocab_size": len(tokenizer()), "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+        options |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"), 0.0)
+        return GPT2LMHeadModel(GPT2Config(**sizes, **ids, initializer_range=0.3, **options)).to(torch.float32)
+    config, build = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
     made = build(config(**sizes, **heads, **ids, initializer_range=0.3, **options))
     return made.to(torch.float32)
 
@@ -62,12 +74,16 @@ def saved(made: Any, folder: Path) -> str:
 
 def noisy(made: Any, size: float = 0.05, seed: int = 1) -> Any:
     """A copy with other weights: a policy that has moved."""
+    return move(copy.deepcopy(made), size, seed)
+
+
+@torch.no_grad()
+def move(made: Any, size: float = 0.02, seed: int = 2) -> Any:
+    """Other weights for a model, as after an update."""
     torch.manual_seed(seed)
-    moved = copy.deepcopy(made)
-    with torch.no_grad():
-        for parameter in moved.parameters():
-            parameter.add_(size * torch.randn_like(parameter))
-    return moved
+    for parameter in made.parameters():
+        parameter.add_(size * torch.randn_like(parameter))
+    return made
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

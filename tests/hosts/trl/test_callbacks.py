@@ -12,7 +12,7 @@ from tests.hosts.trl.hosts import klamp_trainer, model, noisy, saved, stock_trai
 from tests.training.conftest import disturb
 from transformers import TrainerCallback
 
-from klamp.doctor.examine import Finding, examine
+from klamp.doctor.examine import AlarmFinding, examine
 from klamp.doctor.readers import read_record
 from klamp.errors import KLWarning, UnknownNameError
 from klamp.hosts.trl.callbacks import settings_of_arguments
@@ -44,7 +44,7 @@ def run(
 
 
 def test_a_run_that_explodes_is_told_once_with_its_cause(tmp_path: Path) -> None:
-    rose: list[Finding] = []
+    rose: list[AlarmFinding] = []
     _, callback, told = run(tmp_path, jumps=True, callback=DoctorCallback(on_alarm=rose.append), **JUMPS)
     (spike,) = [text for text in told if ": kl-spike:" in text]
     assert "likely the learning rate" in spike and "Next step:" in spike

@@ -13,7 +13,7 @@ from peft import LoraConfig
 from tests.hosts.trl.hosts import arguments, build, generated, gradient_of, klamp_trainer, model
 
 from klamp.config import KLConfig
-from klamp.errors import ConfigError, KLWarning
+from klamp.errors import KLWarning
 from klamp.hosts.trl import fast_scoring
 from klamp.hosts.trl.fast_scoring import why_not_these
 from klamp.trl import GRPOConfig, attach
@@ -30,8 +30,6 @@ def test_dropout_forbids_it(tmp_path: Path) -> None:
     adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
     with pytest.warns(match=r"in spite of fast_scoring: dropout is on \(p\)"):
         klamp_trainer(model(), tmp_path, fast_scoring=True, trainer={"peft_config": adapter})
-    with pytest.raises(ConfigError, match="dropout is on"):
-        klamp_trainer(model(), tmp_path, fast_scoring="require", trainer={"peft_config": adapter})
 
 
 def test_a_subclass_that_scores_by_itself_keeps_its_own(base: Any, tmp_path: Path) -> None:
@@ -75,17 +73,39 @@ def test_a_reason_is_said_once_and_trl_does_the_work(base: Any, tmp_path: Path) 
         warnings.simplefilter("error", KLWarning)
         again = gradient_of(trainer, trainer.compute_loss(trainer.model, inputs))
     assert torch.equal(first, again)
-    trainer._klamp.fast.required = True
-    with pytest.raises(ConfigError, match="padding amid"):
-        trainer.compute_loss(trainer.model, inputs)
 
 
 def test_in_mixed_precision_it_is_tried_out_against_a_prepared_model(tmp_path: Any) -> None:
     """Whose logits are in float32, so that TRL's scores are too; autocast alone would leave them 16 bits on a CPU."""
-    trainer = klamp_trainer(model(), tmp_path, bf16=True, fast_scoring="require", beta=0.0)
+    trainer = klamp_trainer(model(), tmp_path, bf16=True, fast_scoring=True, beta=0.0)
     with torch.no_grad(), fast_scoring._as_prepared(trainer, trainer.model):
         call = fast_scoring._trial(trainer.model)
         scores = trl.GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, **call)[0]
     assert scores.dtype == torch.float32 and (scores != scores.bfloat16().float()).any()
     trainer.train()
     assert trainer._klamp.fast.traits and not trainer._klamp.fast.reasons
+
+
+def test_padding_moves_no_positions_that_a_model_learned(tmp_path: Path) -> None:
+    """TRL passes GPT-2 no positions, so that padding in front of a prompt counts; generation does not count it."""
+    stock, fast = (
+        klamp_trainer(model("gpt2"), tmp_path, beta=0.1, kl_monitor=True, fast_scoring=kind) for kind in (False, True)
+    )
+    gaps = []
+    for trainer in (stock, fast):
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            inputs = generated(trainer)
+            generated(trainer)
+        told = [str(x.message) for x in caught if "at other positions than generation" in str(x.message)]
+        assert len(told) == (trainer is stock)
+        assert not told or ("up to" in told[0] and "fast_scoring=True" in told[0])
+        padding = (inputs["prompt_mask"] == 0).sum(-1)
+        row, start = int(padding.argmax()), int(padding.max())
+        assert start > 0
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[row : row + 1, start:]
+        mask, keep = inputs["completion_mask"][row].bool(), inputs["completion_ids"].shape[1]
+        with torch.no_grad():
+            logprobs = trainer.ref_model(input_ids=ids).logits[0, -keep - 1 : -1].log_softmax(-1)
+        right = logprobs.gather(-1, inputs["completion_ids"][row][:, None])[:, 0]
+        gaps.append(float((right - inputs["ref_per_token_logps"][row])[mask].abs().max()))
+    assert gaps[0] > 0.1 and gaps[1] < 1e-4

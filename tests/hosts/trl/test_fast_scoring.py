@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from tests.hosts.trl.hosts import (
     generated,
     klamp_trainer,
-    model,
     noisy,
     run,
     saved,
@@ -21,7 +20,6 @@ from tests.hosts.trl.hosts import (
 )
 from tests.hosts.trl.test_matrix import BETA, INPUTS, LOSS_TYPES, OPTIONS, SOME, _recorded, loss_and_gradient
 
-from klamp.errors import ConfigError, UnknownNameError
 from klamp.hosts.trl import fast_scoring
 from klamp.scoring import completions
 from klamp.scoring.model_parts import OpenedModel
@@ -71,11 +69,10 @@ def pair(base: Any, folder: Path) -> tuple[Any, Any, dict[str, dict[str, Any]]]:
     policy = noisy(base)
     policy.config._name_or_path = str(folder / "base")
     stock = stock_trainer(copy.deepcopy(policy), folder, beta=BETA)
-    fast = klamp_trainer(copy.deepcopy(policy), folder, beta=BETA, fast_scoring="require")
+    fast = klamp_trainer(copy.deepcopy(policy), folder, beta=BETA, fast_scoring=True)
     for trainer in (stock, fast):
         trainer.model.train()
         trainer.current_gradient_accumulation_steps = 1
-    fast._klamp.fast.required = False  # the entropy bonus is TRL's
     inputs = _recorded(stock)
     return stock, fast, inputs | {"half silent": inputs["later update"] | {"advantages": HALF}}
 
@@ -135,7 +132,7 @@ def test_a_run_has_the_losses_metrics_and_weights_of_one_without(
         base = get_peft_model(copy.deepcopy(base), options.pop("before"))
     expected, without = run(klamp_trainer, folder / "out", path, base, **options)
     assert not cached
-    found, fast = run(klamp_trainer, folder / "out", path, base, fast_scoring="require", **options)
+    found, fast = run(klamp_trainer, folder / "out", path, base, fast_scoring=True, **options)
     assert fast._klamp.fast.traits and not fast._klamp.fast.reasons
     assert (fast.ref_model is None) == ("adapter" in name or options.get("beta") == 0), "no second model for an adapter"
     assert {grad for grad, _ in cached} >= ({False} if options.get("gradient_checkpointing") else {True})
@@ -150,7 +147,7 @@ def test_a_run_has_the_losses_metrics_and_weights_of_one_without(
 
 
 def test_a_group_runs_its_prompt_once(base: Any, folder: Path, cached: list[tuple[bool, int]]) -> None:
-    trainer = klamp_trainer(base, folder, beta=0.3, fast_scoring="require", trainer={"ref_model": noisy(base)})
+    trainer = klamp_trainer(base, folder, beta=0.3, fast_scoring=True, trainer={"ref_model": noisy(base)})
     trainer.model.train()
     cached.clear()
     inputs = generated(trainer)
@@ -162,7 +159,7 @@ def test_a_group_runs_its_prompt_once(base: Any, folder: Path, cached: list[tupl
 
 
 def test_only_completions_with_a_gradient_are_run_with_one(base: Any, folder: Path) -> None:
-    trainer = klamp_trainer(base, folder, beta=0.0, fast_scoring="require")
+    trainer = klamp_trainer(base, folder, beta=0.0, fast_scoring=True)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     inputs = generated(trainer) | {"advantages": torch.tensor([1.0, 0.0, 0.0, -1.0])}
@@ -176,10 +173,8 @@ def test_only_completions_with_a_gradient_are_run_with_one(base: Any, folder: Pa
     assert trainer._klamp.calls.learns is None
 
 
-def test_off_by_default_and_none_but_a_bool_or_require(base: Any, folder: Path) -> None:
+def test_off_by_default(base: Any, folder: Path) -> None:
     assert klamp_trainer(base, folder)._klamp.fast is None
-    with pytest.raises(UnknownNameError, match="fast_scoring"):
-        klamp_trainer(base, folder, fast_scoring="always")
 
 
 def test_a_model_whose_scores_are_not_trls_is_left_to_trl(
@@ -189,8 +184,6 @@ def test_a_model_whose_scores_are_not_trls_is_left_to_trl(
     with pytest.warns(match="TRL's own scoring is used in spite of fast_scoring: TRL's scores of the model are others"):
         trainer = klamp_trainer(base, folder, beta=0.3, fast_scoring=True)
     assert "TRL's own scoring is used: TRL's scores" in str(effective(trainer))
-    with pytest.raises(ConfigError, match="fast_scoring='require' cannot be honoured"):
-        klamp_trainer(base, folder, beta=0.3, fast_scoring="require")
 
 
 def test_the_trial_tells_another_temperature(base: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,16 +195,3 @@ def test_the_trial_tells_another_temperature(base: Any, folder: Path, monkeypatc
     warmer.temperature = 1.01
     monkeypatch.setattr(fast_scoring, "_scores", lambda _trainer, *rest: scores(warmer, *rest))
     assert not fast_scoring._same_as_host(trainer, trainer.model, call, traits)
-
-
-def test_positions_are_counted_as_trl_counts_them(folder: Path) -> None:
-    """GPT-2 has a vector for each position, and is told none by TRL: padding counts."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": len(model().get_input_embeddings().weight), "n_embd": 16, "n_layer": 2, "n_head": 2}
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
-    made = GPT2LMHeadModel(GPT2Config(**sizes, **off, n_positions=64, initializer_range=0.3, bos_token_id=None))
-    trainer = klamp_trainer(made, folder, fast_scoring="require")
-    (traits,) = trainer._klamp.fast.traits.values()
-    assert traits.positions == "columns"

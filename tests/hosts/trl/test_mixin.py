@@ -25,6 +25,7 @@ from tests.hosts.trl.hosts import (
 from klamp.config import KLConfig
 from klamp.core.clipping import kl_budget
 from klamp.errors import ConfigError, NonFiniteError, UnsupportedVersion
+from klamp.hosts.common.kl_fields import kl_config
 from klamp.hosts.trl.grpo_config import liger_bypasses
 from klamp.trl import attach
 
@@ -191,4 +192,4 @@ def test_the_fused_loss_of_liger_is_refused_where_it_bypasses_the_hook(tmp_path:
     assert Version(trl.__version__) < Version("1.14")
     with pytest.raises(ConfigError, match="never looks at klamp's term"):
         arguments(beta=0.1, kl_gradient="reverse", use_liger_kernel=True)
-    assert arguments(beta=0.1, use_liger_kernel=True).kl_config() is None  # TRL's own KL may go that way
+    assert kl_config(arguments(beta=0.1, use_liger_kernel=True)) is None  # TRL's own KL may go that way

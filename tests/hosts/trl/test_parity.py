@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tests.batches import changed, flat_batch, objective_of
+from tests.batches import changed, flat_batch, objective_of, read
 from tests.hosts.trl.hosts import (
     LENGTH,
     PROMPTS,
     generated,
     gradient_of,
     klamp_trainer,
+    move,
     noisy,
     plain_logits,
     plain_logprobs,
@@ -27,6 +29,7 @@ from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss
 from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import measure, prepare, sequence_gate_kl
+from klamp.core.types import Batch
 from klamp.hosts.common.rollout import excluded_ids, kl_tokens
 
 BETA = 0.4
@@ -73,8 +76,19 @@ def trainer(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     )
 
 
-def own_loss(trainer: Any, base: Any, inputs: dict[str, Any], rewards: torch.Tensor, kl: KLConfig, loss_type: str):
-    """klamp's loss from the models and the completions alone: nothing that the adapter computed."""
+def own_loss(
+    trainer: Any,
+    base: Any,
+    inputs: dict[str, Any],
+    rewards: torch.Tensor,
+    kl: KLConfig,
+    loss_type: str,
+    first: Batch | None = None,
+) -> tuple[torch.Tensor, Batch]:
+    """klamp's loss from the models and the completions alone, and its batch; `first` is the batch of the first update.
+
+    Nothing in it was computed by the adapter.
+    """
     mask, term = inputs["completion_mask"].bool(), kl.build_term()
     logits = plain_logits(trainer.model, inputs)
     with torch.no_grad():
@@ -92,9 +106,12 @@ def own_loss(trainer: Any, base: Any, inputs: dict[str, Any], rewards: torch.Ten
         reference_length=kl.kl_reference_length,
         group_size=2,
     )
-    if kl.kl_clip_method != "none":
+    if first is not None:
+        gate = {} if kl.kl_clip_method == "none" else {"gate_kl": read(first, "gate_kl")}
+        batch = changed(batch, old_logprobs=first.policy_logprobs.detach(), advantages=first.advantages, **gate)
+    elif kl.kl_clip_method != "none":
         batch = changed(batch, gate_kl=sequence_gate_kl(measure(batch, term)))
-    if kl.kl_placement == "reward":
+    if kl.kl_placement == "reward" and first is None:
         found = advantages_with_kl(
             rewards,
             prepare(batch, term),
@@ -103,7 +120,7 @@ def own_loss(trainer: Any, base: Any, inputs: dict[str, Any], rewards: torch.Ten
         )
         batch = replace(batch, advantages=found)
     objective = objective_of(reduction=REDUCTIONS[loss_type], max_length=LENGTH, beta=kl.beta, kl=term)
-    return grpo_loss(batch, objective).loss
+    return grpo_loss(batch, objective).loss, batch
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -115,19 +132,25 @@ def test_the_same_loss_and_gradient(trainer: Any, base: Any, name: str, monkeypa
     torch.manual_seed(5)
     completions = trainer._generate(PROMPTS[:1] * 2 + PROMPTS[1:2] * 2)
     monkeypatch.setattr(trainer, "_generate", lambda _: completions)
+    start = copy.deepcopy(trainer.model.state_dict())
     for loss_type in REDUCTIONS:
         with_kl(trainer, kl, loss_type=loss_type)
         inputs = generated(trainer)
         noise = 0.1 * torch.randn(inputs["completion_ids"].shape, generator=torch.Generator().manual_seed(2))
         inputs["sampling_per_token_logps"] = inputs["ref_per_token_logps"] - noise
-        found = trainer.compute_loss(trainer.model, inputs)
-        gradient = gradient_of(trainer, found)
-        expected = own_loss(trainer, base, inputs, rewards, kl, loss_type)
-        expected_gradient = gradient_of(trainer, expected)
-        # Terms of 1 to 3 cancel in the loss, and the float32 log-probabilities in each are right to 1e-6.
-        assert found.item() == pytest.approx(expected.item(), abs=5e-6, rel=5e-6), loss_type
-        scale = max(1.0, float(expected_gradient.norm()))  # how float32 sums are rounded depends on the processor
-        assert (gradient - expected_gradient).abs().max() <= 1e-6 * scale, loss_type
-        if kl.kl_gradient != "none":
-            without = gradient_of(trainer, own_loss(trainer, base, inputs, rewards, replace(kl, beta=0.0), loss_type))
-            assert (gradient - without).abs().max() > 1e-3  # the KL counts
+        first = None
+        for update in (1, 2) if loss_type == "dapo" else (1,):
+            found = trainer.compute_loss(trainer.model, inputs)
+            gradient = gradient_of(trainer, found)
+            expected, batch = own_loss(trainer, base, inputs, rewards, kl, loss_type, first)
+            expected_gradient = gradient_of(trainer, expected)
+            # Terms of 1 to 3 cancel in the loss, and the float32 log-probabilities in each are right to 1e-6.
+            assert found.item() == pytest.approx(expected.item(), abs=5e-6, rel=5e-6), (loss_type, update)
+            scale = max(1.0, float(expected_gradient.norm()))  # how float32 sums are rounded depends on the processor
+            assert (gradient - expected_gradient).abs().max() <= 1e-6 * scale, (loss_type, update)
+            if kl.kl_gradient != "none" and update == 1:
+                free = own_loss(trainer, base, inputs, rewards, replace(kl, beta=0.0), loss_type)[0]
+                assert (gradient - gradient_of(trainer, free)).abs().max() > 1e-3  # the KL counts
+            first, inputs["old_per_token_logps"] = batch, batch.policy_logprobs.detach()
+            move(trainer.model)
+        trainer.model.load_state_dict(start)

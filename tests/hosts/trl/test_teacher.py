@@ -11,7 +11,7 @@ import torch
 import trl
 from peft import LoraConfig
 from tests.batches import flat_batch, objective_of
-from tests.hosts.teachers import HAVE, KINDS, at_prefixes
+from tests.hosts.teachers import HAVE, KINDS, SAMPLED, at_prefixes
 from tests.hosts.trl.hosts import (
     LENGTH,
     PROMPTS,
@@ -22,6 +22,7 @@ from tests.hosts.trl.hosts import (
     gradient_of,
     klamp_trainer,
     model,
+    move,
     noisy,
     plain_logits,
     plain_logprobs,
@@ -38,7 +39,7 @@ from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss
 from klamp.core.term import Weighted
 from klamp.core.topk import topk_kl
-from klamp.errors import ConfigError, DataError, ModelError
+from klamp.errors import ConfigError, DataError, ModelError, NonFiniteError
 from klamp.trl import GRPOConfig, effective
 
 COEF = 0.6
@@ -62,7 +63,7 @@ def made(base: Any, teacher: Any, folder: Path, **options: Any) -> Any:
 
 
 def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], advantages: Any, options: dict[str, Any]):
-    """klamp's loss from the models and the completions alone: nothing that the adapter computed."""
+    """klamp's loss from the models, the completions and the policy that sampled, with none of the adapter's numbers."""
     beta = options.get("beta", 0.0)
     with torch.no_grad():
         ref, taught = (plain_logits(each, inputs) for each in (base, teacher))
@@ -77,7 +78,8 @@ def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], adva
         advantages=advantages,
         ref_logprobs=ref,
         teacher_logprobs=other,
-        sampler_logprobs=own.detach(),  # the policy itself
+        old_logprobs=inputs["old_per_token_logps"],  # None: the policy itself
+        sampler_logprobs=own.detach() if inputs["old_per_token_logps"] is None else inputs["old_per_token_logps"],
         teacher_kl=at_prefixes(config, logits, taught, inputs["completion_ids"]),
     )
     objective = objective_of(
@@ -99,19 +101,22 @@ def test_the_loss_and_its_gradient_are_klamps_own(
     options = {**KINDS[place], "beta": beta, "loss_type": "dapo"}
     trainer = made(base, teacher, tmp_path, **options)
     assert (trainer.ref_model is None) == (beta == 0)
-    inputs = generated(trainer)
+    inputs = {"old_per_token_logps": None, **generated(trainer)}
     bare = stock_trainer(noisy(base), tmp_path, scale_rewards="none", loss_type="dapo")
     before = generated(bare)["advantages"]
     assert torch.equal(generated(bare)["completion_ids"], inputs["completion_ids"]), "the same completions"
-    expected = own_loss(trainer, base, teacher, inputs, before, options)
-    exact = gradient_of(trainer, expected.loss)
-    loss = trainer.compute_loss(trainer.model, inputs)
-    assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-6, rel=1e-6)
-    assert (gradient_of(trainer, loss) - exact).abs().max() <= 1e-6 * max(1.0, float(exact.norm()))
     metrics = trainer._metrics["train"]
-    assert metrics["teacher/coef"] == [COEF]
-    for name in ("teacher/k1", "teacher/kl"):
-        assert metrics[name][0] == pytest.approx(float(expected.metrics[name]), rel=1e-4)
+    for update in (1, 2) if place in SAMPLED else (1,):
+        expected = own_loss(trainer, base, teacher, inputs, before, options)
+        exact = gradient_of(trainer, expected.loss)
+        loss = trainer.compute_loss(trainer.model, inputs)
+        assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-6, rel=1e-6), update
+        assert (gradient_of(trainer, loss) - exact).abs().max() <= 1e-6 * max(1.0, float(exact.norm())), update
+        for name in ("teacher/k1", "teacher/kl"):
+            assert metrics[name][-1] == pytest.approx(float(expected.metrics[name]), rel=1e-4)
+        inputs["old_per_token_logps"] = plain_logprobs(plain_logits(trainer.model, inputs), inputs).detach()
+        move(trainer.model)
+    assert {*metrics["teacher/coef"]} == {COEF}
     assert ("teacher/student_mass" in metrics) == bool(options.get("teacher_top_k"))
     assert bool(metrics["kl"]) == (beta > 0), "TRL's own name is for a reference"
 
@@ -126,7 +131,7 @@ def test_the_others_of_the_list_are_refused(name: str) -> None:
 def test_it_is_divided_as_the_loss_type_divides(base: Any, teacher: Any, tmp_path: Path, loss_type: str) -> None:
     options = {"teacher_estimator": "k3", "loss_type": loss_type}
     trainer = made(base, teacher, tmp_path, **options)
-    inputs = generated(trainer)
+    inputs = {"old_per_token_logps": None, **generated(trainer)}
     expected = own_loss(trainer, base, teacher, inputs, inputs["advantages"], options)
     loss = trainer.compute_loss(trainer.model, inputs)
     torch.testing.assert_close(loss.detach(), expected.loss.detach(), rtol=1e-5, atol=1e-6)
@@ -140,7 +145,7 @@ def assert_same_gradient(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("place", ["k3", "the teacher's head, forward"])
 def test_fast_scoring_has_the_same_numbers(base: Any, teacher: Any, tmp_path: Path, place: str) -> None:
     options = KINDS[place]
-    plain, fast = (made(base, teacher, tmp_path, fast_scoring=each, **options) for each in (False, "require"))
+    plain, fast = (made(base, teacher, tmp_path, fast_scoring=each, **options) for each in (False, True))
     assert len(fast._klamp.fast.traits) == 2, "policy and teacher"
     ours, theirs = (generated(each) for each in (fast, plain))
     mask = theirs["completion_mask"].bool()
@@ -190,6 +195,28 @@ def test_a_teacher_at_a_server_has_the_numbers_of_a_local_one(
     assert f"teacher on the server at {url}" in effective(away).terms[0].term
     texts = [each["prompt"] for each in server.asked if isinstance(each["prompt"][0], str)]
     assert texts and ("the days" in texts[0][1]) == bool(column)
+
+
+class Forbidding(VLLMServer):
+    """Gives no token but the end of a text a probability, and writes that as vLLM does."""
+
+    def entry(self, row: torch.Tensor, token: int, top: int) -> dict[str, dict[str, Any]]:
+        entry = super().entry(row, token, top)
+        return entry if token == tokenizer().eos_token_id else {**entry, str(token): {"logprob": -9999.0, "rank": 96}}
+
+
+def test_a_token_that_the_server_rules_out_is_refused_or_bounded_and_counted(
+    base: Any, teacher: Any, tmp_path: Path
+) -> None:
+    with answering(Forbidding(teacher, tokenizer(), names=("teacher",), longest=64).answer) as url:
+        with pytest.raises(NonFiniteError, match="teacher_max_log_ratio bounds its pull"):
+            generated(made(base, None, tmp_path, teacher_url=url))
+        bounded = made(base, None, tmp_path, teacher_url=url, teacher_max_log_ratio=5.0)
+        inputs = generated(bounded)
+        loss = bounded.compute_loss(bounded.model, inputs)
+    assert (inputs["klamp_teacher_logprobs"] == -torch.inf).any() and bool(loss.isfinite())
+    metrics = bounded._metrics["train"]
+    assert metrics["teacher/log_ratio_clamped"][0] > 0.8 and metrics["teacher/kl"][0] < 6
 
 
 def test_a_server_that_does_not_fit_is_refused_before_a_step(base: Any, teacher: Any, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from klamp.config.loss import Price
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
 from klamp.hosts.common.control import KLControl
+from klamp.hosts.verl import hooks
 from klamp.hosts.verl.driver import BETA, StepSettings, by_prompt, columns
+from klamp.hosts.verl.overrides import LOSS_FIELDS, name_of
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -98,6 +102,38 @@ def test_the_controller_takes_in_the_kl_of_the_step() -> None:
     assert "beta/price" not in of(kl, replace(SETTINGS, price=None))[1], "none is known"
     with pytest.raises(NonFiniteError):
         columns(x | {"ref_log_prob": torch.full((4, 3), torch.nan)}, PROMPTS, control, None, SETTINGS)
+
+
+class Data(dict[str, Any]):
+    """As much of verl's micro-batch as the hook of its loss uses, padded."""
+
+    def select(self, *names: str, strict: bool) -> Data:
+        return Data({name: self[name] for name in names if name in self})
+
+    def to_padded_tensor(self) -> Data:
+        return self
+
+    def update(self, other: Any) -> Data:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().update(other)
+        return self
+
+    def copy(self) -> Data:
+        return Data(self)
+
+
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+def test_the_advantages_of_each_update_hold_the_present_policys_kl(horizon: str, monkeypatch: Any) -> None:
+    """The driver shifts by the old policy's KL; the loss adds what the updates since have changed."""
+    kl = KLConfig(beta=0.3, kl_placement="advantage", kl_estimator="k1", kl_horizon=horizon)  # pyright: ignore[reportArgumentType]
+    x, (added, _) = sampled(), of(kl)
+    policy = x["old_log_probs"] - 0.7 * torch.rand(4, 3, dtype=torch.float64)
+    monkeypatch.setitem(sys.modules, hooks.PADDING, SimpleNamespace(no_padding_2_padding=lambda values, data: values))
+    options = {"use_kl_loss": True, "kl_loss_type": name_of(kl, LOSS_FIELDS), "kl_loss_coef": 9.0}
+    loss = hooks._with_batch(lambda config, output, data, group: data["advantages"])
+    shifted = loss(SimpleNamespace(**options), {"log_probs": policy}, Data(x | added))
+    delta = (policy - x["ref_log_prob"]) * x["response_mask"]
+    delta = delta if horizon == "token" else delta.flip(-1).cumsum(-1).flip(-1)
+    torch.testing.assert_close(shifted, (1 - 0.3 * delta) * x["response_mask"])
 
 
 def test_incomplete_groups_are_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from klamp.errors import ConfigError, UnknownNameError
-from klamp.hosts.common.versions import told_version
+from klamp.hosts.common.versions import host_version
 from klamp.verl import effective
 
 CONFIG: dict[str, Any] = {
@@ -66,7 +66,7 @@ def test_the_words_of_a_configuration() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "verl.md").read_text(encoding="utf-8")
     assert "\n".join([*words[1:], "```"]) in page, "but for the version installed"
     assert words == [
-        f"host       {told_version('verl')}",
+        f"host       {host_version('verl')}",
         "term       klamp's",
         "beta       0.04",
         "price      0.0457 x the standard deviation of a group's rewards per nat of a whole completion = beta 0.04 x "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from tests.training.conftest import stored, tiny_llama
+from tests.training.conftest import json_rows, stored, tiny_llama
 
 from klamp.core.advantages import group_advantages
 from klamp.doctor.readers import read_record
@@ -38,18 +37,11 @@ def test_what_a_run_leaves(quick, tmp_path):
     assert len(rows) == 4 and abs(rows[0]["kl/k3"]) < 1e-6 < rows[-1]["kl/k3"]
     assert [row.step for row in read_record(folder).evaluations] == [0, 4]
     assert read_record(folder).details.versions["trl"]
-    names = {path.name for path in folder.iterdir()}
-    assert names >= {
-        "config.yaml",
-        "identity.json",
-        "versions.json",
-        "trainer_state.json",
-        "checkpoint-2",
-        "checkpoint-4",
-    }
-    lines = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    files = ("config.yaml", "identity.json", "versions.json", "trainer_state.json", "checkpoint-2", "checkpoint-4")
+    assert {path.name for path in folder.iterdir()} >= {*files}
+    lines = json_rows(folder / "completions.jsonl")
     assert {line["step"] for line in lines} == {1, 2, 4} and sum(line["step"] == 4 for line in lines) == 5
-    assert len((folder / "answers.jsonl").read_text().splitlines()) == 2
+    assert len(json_rows(folder / "answers.jsonl")) == 2
     assert (folder / "checkpoint-4" / "identity.json").read_text() == (folder / "identity.json").read_text()
     assert newest_policy(folder) == folder / "checkpoint-4" and load_model(str(newest_policy(folder)))
 
@@ -87,27 +79,26 @@ def test_a_checkpoint_that_changed_is_refused_and_one_that_was_cut_short_passed_
     [({}, "none", "leave_one_out"), ({"loss_type": "dapo", "advantage_baseline": "mean"}, "std", "mean")],
 )
 def test_prompts_and_advantages_are_those_of_klamp(changes, scale, baseline, quick, monkeypatch):
-    seen = []
+    rollouts = []
 
-    class Watched(program.Trainer):
+    class Watched(program.RunTrainer):
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             if self.model.training:
-                seen.append(
-                    ([row["prompt"] for row in inputs], self._klamp.rollout.rewards.flatten(), output["advantages"])
-                )
-                for ids, mask, text in zip(output["prompt_ids"], output["prompt_mask"], seen[-1][0], strict=True):
+                prompts = [row["prompt"] for row in inputs]
+                rollouts.append((prompts, self._klamp.rollout.rewards.flatten(), output["advantages"]))
+                for ids, mask, text in zip(output["prompt_ids"], output["prompt_mask"], prompts, strict=True):
                     written = self._tokenizer(text, add_special_tokens=False)["input_ids"]
                     assert ids[mask.bool()].tolist() == written
             return output
 
-    monkeypatch.setattr(program, "Trainer", Watched)
+    monkeypatch.setattr(program, "RunTrainer", Watched)
     config = quick(max_steps=2, **changes)
     launch(config, [])
     task = program.load_prompts(config, program.models.load_tokenizer(config.model.model), longest=None)
     wanted = [task.train[i].prompt for i in examples_of_run(config, len(task.train))]
-    assert [prompt for prompts, *_ in seen for prompt in prompts[::4]] == wanted
-    for _, rewards, advantages in seen:
+    assert [prompt for prompts, *_ in rollouts for prompt in prompts[::4]] == wanted
+    for _, rewards, advantages in rollouts:
         expected = group_advantages(rewards, 4, scale=scale, baseline=baseline)
         torch.testing.assert_close(advantages, expected.to(advantages))
 

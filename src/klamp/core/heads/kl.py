@@ -36,7 +36,6 @@ cut into tiles T_1 ... T_c, of which only one is in memory. Three steps give the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -50,6 +49,7 @@ from klamp.core.gradients import first_only
 from klamp.core.heads.logprobs import logprobs_of, score
 from klamp.core.heads.tiles import (
     Head,
+    Normaliser,
     Products,
     Tile,
     TileGradient,
@@ -57,6 +57,7 @@ from klamp.core.heads.tiles import (
     exp_,
     head_gradients,
     lend,
+    log_sum,
     opaque,
     run_walk,
     tiles,
@@ -94,17 +95,18 @@ class LinearKL(torch.autograd.Function):
         slope_of, head = _SLOPES[ctx.walk.direction], policy.head
 
         def make(index: Tensor | slice, mine: Products) -> TileGradient:
-            g, center, log_z, ref_log_z = (x[index][:, None] for x in (grads[0], *rest))
-            other = ref.of(index)
+            g, center, *wide = (x[index][:, None] for x in (grads[0], *rest))
+            log_z, ref_log_z = (Normaliser.of(x, center.dtype) for x in wide)
+            rows_of, other = (log_z.near, ref_log_z.near, log_z.rest, ref_log_z.rest, center), ref.of(index)
 
             def of_tile(rows: slice, entries: slice) -> Tensor:
                 z, ref_z = (model.head.logits(model.recall(rows, entries)) for model in (mine, other))
                 slope, ref_z = head.slope(z), ref_z.to(z.dtype)
                 forbidden = None if bias is None else z.isneginf()
                 if ref_bias is not None:  # what rounds to p = 0 is worth 0, whatever the ratio
-                    lost = ref_z.isneginf() & ((z - log_z[rows]).exp() == 0)
+                    lost = ref_z.isneginf() & ((z - log_z.near[rows]).exp() == 0)
                     forbidden = lost if forbidden is None else forbidden | lost
-                d = slope_of(z, ref_z, log_z[rows], ref_log_z[rows], center[rows]).mul_(g[rows])
+                d = slope_of(z, ref_z, *(x[rows] for x in rows_of)).mul_(g[rows])
                 d = d if forbidden is None else d.masked_fill_(forbidden, 0)  # p log p is 0 there, not NaN
                 return d if slope is None else d.mul_(slope)
 
@@ -113,22 +115,26 @@ class LinearKL(torch.autograd.Function):
         return (*head_gradients(policy, grads[0], ctx.needs_input_grad[:3], make), *[None] * 4)
 
 
-# The slopes of step 3, each in the memory of the two logits that it is given. log_z is log Z, ref_log_z is log Y.
+# The slopes of step 3, each in the memory of the two logits that it is given. log Z and log Y are near + rest.
 
 
-def _reverse_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center: Tensor) -> Tensor:
-    d = torch.sub(z, ref_z, out=ref_z).sub_(log_z - ref_log_z + center)
-    return d.mul_(exp_(z.sub_(log_z)))
+def _reverse_slope(z: Tensor, ref_z: Tensor, near: Tensor, ref_near: Tensor, *more: Tensor) -> Tensor:
+    rest, ref_rest, center = more
+    log_p, log_q = z.sub_(near), ref_z.sub_(ref_near)
+    d = torch.sub(log_p, log_q, out=log_q).sub_(center + rest - ref_rest)
+    return d.mul_(exp_(log_p)).mul_((-rest).exp())
 
 
-def _forward_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center: Tensor) -> Tensor:
-    return exp_(z.sub_(log_z)).sub_(exp_(ref_z.sub_(ref_log_z)))
+def _forward_slope(z: Tensor, ref_z: Tensor, near: Tensor, ref_near: Tensor, *more: Tensor) -> Tensor:
+    rest, ref_rest, _ = more
+    p, q = exp_(z.sub_(near)).mul_((-rest).exp()), exp_(ref_z.sub_(ref_near))
+    return p.addcmul_(q, (-ref_rest).exp(), value=-1)
 
 
-def _js_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center: Tensor) -> Tensor:
-    log_p, log_q = z.sub_(log_z), ref_z.sub_(ref_log_z)
-    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    return torch.sub(log_p, log_m, out=log_m).sub_(center).mul_(exp_(log_p)).div_(2)
+def _js_slope(z: Tensor, ref_z: Tensor, near: Tensor, ref_near: Tensor, *more: Tensor) -> Tensor:
+    rest, ref_rest, center = more
+    log_p, log_q = z.sub_(near).sub_(rest), ref_z.sub_(ref_near).sub_(ref_rest)
+    return _above_mean(log_p, log_q).sub_(center).mul_(exp_(log_p)).div_(2)
 
 
 _SLOPES: dict[str, Callable[..., Tensor]] = {"reverse": _reverse_slope, "forward": _forward_slope, "js": _js_slope}
@@ -139,9 +145,8 @@ def _within(z: Tensor, other: Tensor, spare: tuple[Tile, Tile]) -> tuple[Tensor,
     x = torch.sub(other, z, out=spare[0].shaped(*z.shape))
     low, high = x.aminmax()
     if not bool(high - low <= 60):  # exp(x) could overflow, or an entry is forbidden and x is infinite or NaN
-        least = torch.finfo(z.dtype).min  # where a bias forbids the whole tile, -inf - -inf would be NaN
-        sums = z.logsumexp(1), other.logsumexp(1)
-        log_p, log_q = (y - total[:, None].clamp(min=least) for y, total in zip((z, other), sums, strict=True))
+        sums = _normaliser_of(z), _normaliser_of(other)
+        log_p, log_q = (_less(y.clone(), total) for y, total in zip((z, other), sums, strict=True))
         return *sums, DIRECTIONS["reverse"](log_p, log_q)
     top = z.amax(1, keepdim=True)  # the largest logit is subtracted before exp and added to log Z_i again
     p = exp_(z.sub_(top))  # not yet divided by its total
@@ -150,23 +155,40 @@ def _within(z: Tensor, other: Tensor, spare: tuple[Tile, Tile]) -> tuple[Tensor,
     center = terms.sum(1, keepdim=True).div_(total)  # m: x is y - z up to here, and less its mean from here on
     torch.expm1(x.sub_(center), out=terms).sub_(x)  # expm1(x) - x, >= 0
     gap = p.mul_(terms).sum(1).div_(total[:, 0]).log1p_()  # K_i
-    log_z = total.log_().add_(top)[:, 0]
-    return log_z, log_z + center[:, 0] + gap, gap
+    log_z = log_sum(total, top)[:, 0]
+    return log_z, log_z + (center[:, 0] + gap), gap
 
 
-def _reverse(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """sum_v p (exp(-delta) - 1 + delta), the terms of `exact_kl`, in fewer passes where nothing can overflow."""
-    delta = log_p - log_q
-    if not bool(delta.abs().amax() <= 60):
-        return DIRECTIONS["reverse"](log_p, log_q)
-    return delta.neg().expm1_().add_(delta).mul_(log_p.exp()).sum(-1)
+def _normaliser_of(z: Tensor) -> Tensor:
+    """log sum exp of each row, [n], not rounded to the type of the logits."""
+    top = z.amax(1, keepdim=True).clamp(min=torch.finfo(z.dtype).min)  # -inf - -inf would be NaN
+    return log_sum((z - top).exp_().sum(1, keepdim=True), top)[:, 0]
+
+
+def _less(z: Tensor, log_z: Tensor) -> Tensor:
+    """z - log Z, in the memory of z; a tile that a bias forbids as a whole stays -inf."""
+    total = Normaliser.of(log_z.clamp(min=torch.finfo(z.dtype).min)[:, None], z.dtype)
+    return z.sub_(total.near).sub_(total.rest)
+
+
+def _above_mean(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """log p - log m with m = (p + q) / 2, without cancellation where p and q are nearly equal."""
+    return torch.sub(log_q, log_p).clamp_(max=60).expm1_().div_(2).log1p_().neg_()
+
+
+def _to_mean(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The part of a tile in KL(p || m): the sum of p (exp(-delta) - 1 + delta), and of q / 2 where p is 0."""
+    delta = _above_mean(log_p, log_q)
+    terms = torch.expm1(-delta).add_(delta).mul_(log_p.exp())
+    return torch.where(log_q - log_p < 60, terms, log_q.exp() / 2).sum(-1)
 
 
 def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Step 2: the divergence, the center of its slope, log Z and log Y, each [N]."""
     columns, chunks = tiles(policy.hidden, policy.head.weight)
-    log_z = policy.hidden.new_empty(2, len(columns), policy.hidden.shape[0], dtype=upcast(policy.hidden[:0]).dtype)
-    within = torch.zeros_like(log_z[0])
+    empty = upcast(policy.hidden[:0, 0])
+    within = empty.new_zeros(len(columns), policy.hidden.shape[0])
+    log_z = within.new_empty(2, *within.shape, dtype=log_sum(empty, empty).dtype)
     spare = Tile(within), Tile(within)
 
     def walk(product: Callable[..., Tensor], visit: Callable[[int, slice, Tensor, Tensor], None]) -> None:
@@ -175,39 +197,39 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
                 z, ref_z = (model.head.logits(product(model, rows, entries)) for model in (policy, ref))
                 visit(i, rows, z, ref_z.to(z.dtype))
 
-    def each_tile(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
+    def of_tile(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
         if direction == "js":
-            log_z[0, i, rows], log_z[1, i, rows] = z.logsumexp(1), ref_z.logsumexp(1)
+            log_z[0, i, rows], log_z[1, i, rows] = _normaliser_of(z), _normaliser_of(ref_z)
         elif direction == "reverse":
             log_z[0, i, rows], log_z[1, i, rows], within[i, rows] = _within(z, ref_z, spare)
         else:
             log_z[1, i, rows], log_z[0, i, rows], within[i, rows] = _within(ref_z, z, spare)
 
-    walk(Products.form, each_tile)
-    total, ref_total = log_z.logsumexp(1)  # log Z, log Y
+    walk(Products.form, of_tile)
+    total, ref_total = (x.logsumexp(0) for x in log_z)  # log Z, log Y
     v, lost = len(policy.head.weight), torch.zeros_like(total)  # lost: what the reference gives to tokens from v on
     if len(ref.head.weight) > v:
         more = _normaliser(ref.hidden, ref.head, slice(v, None))
         ref_total = torch.logaddexp(ref_total, more)
         lost = (more - ref_total).exp()
-    mass, ref_mass = log_z[0] - total, log_z[1] - ref_total  # log P_i, log Q_i
+    # log P_i, log Q_i
+    mass, ref_mass = (x.sub_(y).to(within.dtype) for x, y in zip(log_z, (total, ref_total), strict=True))
     if direction != "js":
         # A tile that a bias forbids as a whole has no mass and an undefined K_i.
         share = (mass if direction == "reverse" else ref_mass).exp()
         value = DIRECTIONS[direction](mass.t(), ref_mass.t()) + torch.where(share > 0, share * within, 0).sum(0)
         if direction == "forward":
             total = total - torch.log1p(-lost)  # its slope is (1 - lost) p - q
-        return value, value + lost, total, ref_total
-    halves = torch.zeros_like(log_z[:, 0])  # KL(p || m), KL(q || m)
+        return value.to(within.dtype), (value + lost).to(within.dtype), total, ref_total
+    halves = within.new_zeros(2, within.shape[1])  # KL(p || m), KL(q || m)
 
     def against_the_mean(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
-        log_p, log_q = z.sub_(total[rows, None]), ref_z.sub_(ref_total[rows, None])
-        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-        halves[0, rows] += _reverse(log_p, log_m)
-        halves[1, rows] += _reverse(log_q, log_m)
+        log_p, log_q = _less(z, total[rows]), _less(ref_z, ref_total[rows])
+        halves[0, rows] += _to_mean(log_p, log_q)
+        halves[1, rows] += _to_mean(log_q, log_p)
 
     walk(Products.recall, against_the_mean)
-    return halves.mean(0), halves[0] + lost / 2, total, ref_total
+    return halves.mean(0), halves[0] + lost.to(halves.dtype) / 2, total, ref_total
 
 
 def _check_pair(hidden: Tensor, policy: Head, ref_hidden: Tensor, ref: Head) -> None:
@@ -230,12 +252,9 @@ def _normaliser(hidden: Tensor, head: Head, part: slice) -> Tensor:
 
 @torch.no_grad()
 def cut_mass(ref_hidden: Float[Tensor, "rows ref_width"], ref: Head, entries: int) -> Float[Tensor, " rows"]:
-    """The probability that the reference gives to tokens from `entries` on, which the policy does not have; detached.
-
-    `linear_kl` leaves it out and renormalises nothing. One forward walk; where it is not tiny, ask why.
-    """
+    """The probability that the reference gives to tokens from `entries` on, which `linear_kl` leaves out; detached."""
     shared, more = (_normaliser(ref_hidden, ref, part) for part in (slice(entries), slice(entries, None)))
-    return torch.sigmoid(more - shared)
+    return torch.sigmoid(more - shared).to(upcast(ref_hidden[:0]).dtype)
 
 
 @opaque
@@ -338,9 +357,9 @@ def linear_head_kl(  # noqa: PLR0913  (a model, a server's answer, and what the 
 ) -> Float[Tensor, " rows"]:
     """`topk_kl` over the head of an anchor that a server scored, in nats, the policy scored from hidden states.
 
-    Of the entries (`head_ids`, `head_logprobs`, `kept`) those count that `server_head` takes: of k + 1 the sampled
-    token is the one too many, and the tail's sample. `target_logprobs` are the anchor's, too; all of them over its
-    whole vocabulary, and at the policy's temperature. Where `kept` is False anything may stand.
+    Of the entries (`head_ids`, `head_logprobs`; those that are `kept`) the ones count that `server_head` takes: of
+    k + 1 the sampled token is the one too many, and the tail's sample. The anchor's log-probabilities are over its
+    whole vocabulary, at the policy's temperature.
 
     Sampler, Value, Gradient: as in `topk_kl`. Three matrix products, two where the head is frozen.
     Shapes: [N, H], [V, H], [N, K], [N, K], targets and their log-probabilities [N], bias [V] -> [N].

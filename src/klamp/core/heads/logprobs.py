@@ -38,6 +38,7 @@ from klamp.core.arguments import AT_LEAST_0, IDS, check_flag, check_number, chec
 from klamp.core.gradients import first_only
 from klamp.core.heads.tiles import (
     Head,
+    Normaliser,
     Products,
     TileGradient,
     Walk,
@@ -45,6 +46,7 @@ from klamp.core.heads.tiles import (
     exp_,
     head_gradients,
     lend,
+    log_sum,
     opaque,
     run_walk,
     tiles,
@@ -57,10 +59,10 @@ BLOCK = 16
 
 
 class Picks:
-    """The token ids that are asked for in each row, [N, K], sorted so that a tile finds its own at once.
+    """The token ids to score in each row, [N, K], sorted so that a tile finds its own at once.
 
-    `rows` and `ids` hold each token of a row once, [U]; `order` are the places [N K] where they were asked for, sorted,
-    and `group` says which of the U each place asks for.
+    `rows` and `ids` hold each token of a row once, [U]; `order` are the places [N K] of the tokens, sorted, and `group`
+    says which of the U each place asks for.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -84,13 +86,13 @@ class Picks:
 
 
 class Leaders:
-    """The k largest entries of some rows and their ids, in the tiles that were seen so far."""
+    """The k largest entries of some rows and their ids, in the tiles so far."""
 
     def __init__(self, k: int) -> None:
         self.k = k
         self.values = self.ids = torch.empty(0)
 
-    def see(self, z: Tensor, start: int) -> None:
+    def add(self, z: Tensor, start: int) -> None:
         """Takes in a tile, whose first column is the entry `start` of the vocabulary."""
         if self.values.numel() == 0:
             self.values, self.ids = z[:, :0], torch.empty_like(z[:, :0], dtype=torch.long)
@@ -128,7 +130,7 @@ class RowScores(NamedTuple):
     """What one walk over the vocabulary finds in N rows."""
 
     logprobs: Tensor  # [N, K]
-    normaliser: Tensor  # log sum exp of the logits
+    normaliser: Tensor  # log sum exp of the logits, see `log_sum`
     entropy: Tensor | None
     ids: Tensor  # [N, K]
     pull: Tensor | None = None  # of one target d logprob / d hidden [N, H], of several sum_v p_v s_v w_v
@@ -147,8 +149,9 @@ def _together(normalisers: Tensor, entropies: Tensor | None, picked: Tensor, ids
     normaliser = normalisers.logsumexp(0)
     if entropies is not None:
         share = (normalisers - normaliser).exp()
-        entropies = (torch.where(share > 0, share * entropies, 0) - torch.xlogy(share, share)).sum(0)
-    return RowScores((picked - normaliser[:, None]).clamp_(max=0), normaliser, entropies, ids)
+        entropies = (torch.where(share > 0, share * entropies, 0) - torch.xlogy(share, share)).sum(0).to(picked.dtype)
+    logprobs = (picked - normaliser[:, None]).clamp_(max=0).to(picked.dtype)
+    return RowScores(logprobs, normaliser, entropies, ids)
 
 
 def _rest(logprobs: Tensor) -> Tensor:
@@ -161,14 +164,15 @@ def score(products: Products, ids: Tensor, *, entropy: bool = False, pull: bool 
     hidden, head = products.hidden, products.head
     columns, chunks = tiles(hidden, head.weight)
     n, low = hidden.shape[0], torch.finfo(upcast(hidden[:0]).dtype).min
-    normalisers = hidden.new_empty(len(columns), n, dtype=upcast(hidden[:0]).dtype)
-    entropies = torch.zeros_like(normalisers) if entropy else None
+    empty = upcast(hidden[:0, 0])
+    normalisers = empty.new_empty(len(columns), n, dtype=log_sum(empty, empty).dtype)
+    entropies = empty.new_zeros(len(columns), n) if entropy else None
     picks, leaders = Picks(ids), [Leaders(top_k) for _ in chunks] if top_k else []
     alone = ids.shape[1] == 1 and not leaders
-    picked = torch.zeros_like(picks.ids, dtype=normalisers.dtype)
+    picked = torch.zeros_like(picks.ids, dtype=empty.dtype)
     steep = torch.ones_like(picked)
     mean = torch.zeros_like(hidden, dtype=picked.dtype) if pull else None
-    peak = torch.full_like(normalisers[0], low)
+    peak = empty.new_full((n,), low)
     for i, entries in enumerate(columns):
         for c, rows in enumerate(chunks):
             z = head.logits(products.form(rows, entries))
@@ -176,11 +180,11 @@ def score(products: Products, ids: Tensor, *, entropy: bool = False, pull: bool 
             which, row, column = picks.within(rows, entries)
             picked[which] = z[row, column]
             if leaders:
-                leaders[c].see(z, entries.start)
+                leaders[c].add(z, entries.start)
             top = z.amax(1, keepdim=True).clamp(min=low)
             p = exp_(z.sub_(top).clone() if entropy else z.sub_(top))
             total = p.sum(1)
-            normalisers[i, rows] = total.log() + top[:, 0]
+            normalisers[i, rows] = log_sum(total, top[:, 0])
             if entropies is not None:  # both terms are >= 0; past -800 nothing is left of the exponential
                 entropies[i, rows] = total.log() - (p * z.clamp_(min=-800)).sum(1) / total
             if mean is not None:
@@ -194,23 +198,23 @@ def score(products: Products, ids: Tensor, *, entropy: bool = False, pull: bool 
                 mean[rows] *= (peak[rows] - new).exp()[:, None]
                 mean[rows] += product * (top[:, 0] - new).exp()[:, None]
                 peak[rows] = new
-    logits = normalisers.new_empty(ids.numel()).scatter_(0, picks.order, picked[picks.group]).view(ids.shape)
+    logits = empty.new_empty(ids.numel()).scatter_(0, picks.order, picked[picks.group]).view(ids.shape)
     if leaders:
         best, order = (torch.cat(x) for x in zip(*(chunk.ranked() for chunk in leaders), strict=True))
         logits, ids = torch.cat((best, logits), 1), torch.cat((order, ids), 1)
     made = _together(normalisers, entropies, logits, ids)
     if mean is None:
         return made
-    mean *= (peak - made.normaliser).exp()[:, None]
+    mean *= (peak - made.normaliser).exp()[:, None].to(mean.dtype)
     if not alone:
         return made._replace(pull=mean)
-    own = _rest(made.logprobs) * normalisers.new_empty(n).scatter_(0, picks.order, steep)[:, None]
+    own = _rest(made.logprobs) * empty.new_empty(n).scatter_(0, picks.order, steep)[:, None]
     return made._replace(pull=own * head.weight[ids[:, 0]] - mean)
 
 
 def _tile_gradient(products: Products, ids: Tensor, grad: Tensor, normaliser: Tensor, logprobs: Tensor) -> TileGradient:
     """d loss / d product, tile by tile: each token's gradient less the row's times p, times the slope of the logits."""
-    picks, total = Picks(ids), grad.sum(1, keepdim=True)
+    picks, total, (near, rest) = Picks(ids), grad.sum(1, keepdim=True), Normaliser.of(normaliser, logprobs.dtype)
     own = grad.new_zeros(len(picks.ids)).index_add_(0, picks.group, grad.flatten()[picks.order])
     log_p = own.new_empty(own.shape).index_copy_(0, picks.group, logprobs.flatten()[picks.order])
     own = own * _rest(log_p) - (total[picks.rows, 0] - own) * log_p.exp()
@@ -218,7 +222,7 @@ def _tile_gradient(products: Products, ids: Tensor, grad: Tensor, normaliser: Te
     def of_tile(rows: slice, entries: slice) -> Tensor:
         z = products.head.logits(products.recall(rows, entries))
         slope = products.head.slope(z)
-        d = exp_(z.sub_(normaliser[rows])).mul_(-total[rows])
+        d = exp_(z.sub_(near[rows])).mul_(-total[rows] * (-rest[rows]).exp())
         which, row, column = picks.within(rows, entries)
         d[row, column] = own[which]
         return d if slope is None else d.mul_(slope)
@@ -246,7 +250,9 @@ class LinearLogprobs(torch.autograd.Function):
         elif alone:
             ctx.save_for_backward(scores.pull)
         else:
-            ctx.save_for_backward(scores.pull, weight, ids, head.slope(logprobs + scores.normaliser[:, None]))
+            ctx.save_for_backward(
+                scores.pull, weight, ids, head.slope((logprobs + scores.normaliser[:, None]).to(logprobs.dtype))
+            )
         ctx.mark_non_differentiable(*(x for x in (scores.entropy, ids) if x is not None))
         return logprobs, scores.entropy, ids
 
@@ -351,9 +357,8 @@ def linear_logprobs(
 
     Value: exact up to rounding, <= 0. bfloat16 and float16: products rounded as in a linear layer, the softmax and all
     sums in float32; the result is float32. float64 stays float64.
-    Gradient: that of the equation in hidden, weight and bias, each computed only if it requires one; once
-    differentiable. A row whose incoming gradient is exactly 0 is left out: it costs no product, its gradient is 0, and
-    NaN in it reaches nothing. The entropy is detached.
+    Gradient: that of the equation in hidden, weight and bias, each only if it requires one; once differentiable. A row
+    whose incoming gradient is exactly 0 costs no product, and NaN in it reaches nothing. The entropy is detached.
     Shapes: [N, H], [V, H], [N] or [N, K], bias [V] -> that of the targets, with `return_entropy` and [N]. N and K may
     be 0, and a row may name a token twice. All K take one walk over the vocabulary, and no memory of [N, K, H].
     Under torch.compile the call is a graph break (not for fullgraph=True); under autocast the inputs are cast as those

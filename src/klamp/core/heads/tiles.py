@@ -4,14 +4,12 @@ The vocabulary is walked in the outer loop and the rows in the inner one, so tha
 summed in float32 and written once: nothing of size [V, H] exists but the gradient itself. Products are rounded to the
 type of their inputs, as those of any linear layer; everything after them is float32 (float64 stays float64).
 
-The backward pass needs memory for the weight gradient, [V, H], in any case. Where a weight of `KEEP_FROM` entries or
-more learns, it is allocated in the forward pass, and lent until the backward pass, or until the result is dropped: the
-slice that belongs to c vocabulary entries holds c H numbers, which are the products of H rows with these entries (of
-H / 2 rows for two heads, policy and reference). The backward pass goes through the vocabulary slice by slice; it reads
-the products of a slice, all rows, and then writes the gradient over them. A product is kept as the head rounded it, in
-the type of the weight, so the backward pass sees the very number that the forward pass saw. Rows beyond the first H are
-computed again, and so are all rows of a second call of a weight before its backward pass, and of a second walk through
-a retained graph.
+The backward pass needs memory for the weight gradient, [V, H], in any case. If a weight of `KEEP_FROM` entries or more
+learns, this memory is allocated in the forward pass and lent until the backward pass: its slice for c entries of V
+holds c H numbers, the products of H rows with these entries (of H / 2 rows for two heads, policy and reference), as the
+head rounded them. The backward pass reads the products of a slice and writes the gradient over them. Rows beyond the
+first H are computed again, and so are all rows of a second call of a weight before its backward pass, and of a second
+walk through a retained graph.
 """
 
 from __future__ import annotations
@@ -50,14 +48,30 @@ LOG2_E = math.log2(math.e)
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp(x), written over x.
-
-    In float32 on a CPU it is 2 ** (x log2(e)): torch hands `exp` to a library that is slow on some processors, and
-    vectorises `exp2` itself. The product is rounded by no more than x, a difference of logits, was before.
-    """
+    """exp(x), written over x; in float32 on a CPU as 2 ** (x log2(e)), which torch vectorises on every processor."""
     if x.dtype == torch.float32 and x.device.type == "cpu":
         return x.mul_(LOG2_E).exp2_()
     return x.exp_()
+
+
+def log_sum(total: Tensor, top: Tensor) -> Tensor:
+    """log(total) + top, in float64: rounded to float32 it would be an error of every probability of its row."""
+    wide = torch.float32 if total.device.type == "mps" else torch.float64
+    return total.log().to(wide) + top.to(wide)
+
+
+class Normaliser(NamedTuple):
+    """log sum exp of the logits of each row: as float32 rounds it, and the rest. z - near has no rounding of its own,
+    so that log p stays exact where p is nearly 1."""
+
+    near: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, wide: Tensor, dtype: torch.dtype) -> Normaliser:
+        """In the type of the logits."""
+        near = wide.to(dtype)
+        return cls(near, (wide - near).to(dtype))
 
 
 class Head(NamedTuple):

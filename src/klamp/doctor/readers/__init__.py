@@ -45,8 +45,8 @@ def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
     if lists and [line[:2] for line in start] != ['{"', '{"']:  # else an object in each line
         return with_report(logs.read_trl_state(path, names), path)
     first = "".join(start[:1])
-    printed = kind != ".jsonl" or logs.PRINTED.search(first) or logs.CONSOLE.search(first)
-    if logs.PRINTED.match(first) or (first[:1] not in "{[" and printed):
+    may_be_printed = kind != ".jsonl" or logs.PRINTED.search(first) or logs.CONSOLE.search(first)
+    if logs.PRINTED.match(first) or (first[:1] not in "{[" and may_be_printed):
         return logs.read_text(path, names)
     row = next(json_lines(path), None)
     if row is None or not rollouts.is_rollout(row):
@@ -71,15 +71,14 @@ def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
 
 
 def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
-    exported = [*path.glob(TOKEN_EXPORT), *path.glob(f"token_exports/{TOKEN_EXPORT}")]
-    exported.sort(key=lambda file: (rollouts.step_in(file), file))
+    exports = [*path.glob(TOKEN_EXPORT), *path.glob(f"token_exports/{TOKEN_EXPORT}")]
+    exports.sort(key=lambda file: (rollouts.step_in(file), file))
     files = sorted(path.glob("*.jsonl"))
     numbered = sorted((file for file in files if file.stem.isdigit()), key=lambda file: int(file.stem))
-    if exported or numbered:
+    if exports or numbered:
         refuse_names(names, path, why=COMPUTED)
-        return rollouts.read_rollouts(
-            exported or numbered, source="prime-rl token export" if exported else "verl rollouts"
-        )
+        source = "prime-rl token export" if exports else "verl rollouts"
+        return rollouts.read_rollouts(exports or numbered, source=source)
     for name in (METRICS_FILE, "metrics.json"):
         if (path / name).is_file():
             return _read_file(path / name, names)
@@ -87,6 +86,6 @@ def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
     if len(files) == 1:
         return _read_file(files[0], names)
     if files:
-        lie = ", ".join(file.name for file in files)
-        raise unreadable("several logs lie in one folder", path, why=lie, fix="name one of them")
+        file_names = ", ".join(file.name for file in files)
+        raise unreadable("several logs lie in one folder", path, why=file_names, fix="name one of them")
     raise unreadable("a folder with no record of a run", path, why="it holds none of the files that klamp knows")

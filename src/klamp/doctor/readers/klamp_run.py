@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,15 @@ def is_klamp_run(path: Path) -> bool:
 
 def read_klamp_run(path: Path) -> History:
     """Read the history of a klamp run from its folder."""
-    written = object_in(path / CONFIG)
-    values, changes = in_force(written), describe_changes(written)
+    values_and_history = object_in(path / CONFIG)
+    values, changes = in_force(values_and_history), describe_changes(values_and_history)
     summary, versions = (object_in(path / file) if (path / file).is_file() else {} for file in (SUMMARY, VERSIONS))
     skill = summary.get("rl_skill")
     if not isinstance(skill, str | None):
         raise unreadable("the skill that is trained is no text", path / SUMMARY, why=f"it is a {type(skill).__name__}")
     settings = settings_of_run(values, rl_skill=skill)
-    details = Details(
-        versions={name: str(version) for name, version in versions.items()},
-        when=(path / METRICS_FILE).stat().st_mtime,
-        seconds=summary.get("seconds"),
-    )
+    versions, when = {name: str(version) for name, version in versions.items()}, (path / METRICS_FILE).stat().st_mtime
+    details = Details(versions=versions, when=when, seconds=summary.get("seconds"))
     history = History(source="klamp run", settings=settings, config=shown(values), details=details, changes=changes)
     for scores, row in each_row(json_lines(path / METRICS_FILE), path / METRICS_FILE, _rows_of):
         history.evaluations += [scores] if scores.metrics else []
@@ -91,8 +89,8 @@ def with_report(history: History, path: Path) -> History:
         when=(folder / ABOUT).stat().st_mtime,
         seconds=about.get("seconds"),
     )
-    said = settings_of(history.config, set())
-    additions = {name: getattr(said, name) for name in SAID if getattr(history.settings, name) is None}
+    settings = settings_of(history.config, set())
+    additions = {name: getattr(settings, name) for name in SAID if getattr(history.settings, name) is None}
     history.settings = replace(history.settings, **additions)
     add_tokens(history, folder)
     return history
@@ -110,14 +108,11 @@ def runs_in(path: Path) -> tuple[list[Path], list[Path]]:
     return good, [folder for folder in folders if folder not in good] if good else []
 
 
-# config.yaml ---------------------------------------------------------------------------------------------------------
-
-
 def history_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The entries of a config.yaml's history, in order: values, and the last step in which they were in force."""
     entries = history if isinstance(history := values.get(HISTORY), list) else []
-    whole = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get(UNTIL), int)]
-    return sorted(whole, key=lambda entry: entry[UNTIL])
+    dated = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get(UNTIL), int)]
+    return sorted(dated, key=lambda entry: entry[UNTIL])
 
 
 def in_force(values: Mapping[str, Any], step: float = math.inf) -> dict[str, Any]:
@@ -131,8 +126,14 @@ def in_force(values: Mapping[str, Any], step: float = math.inf) -> dict[str, Any
 
 def describe_changes(values: Mapping[str, Any]) -> dict[int, str]:
     """Step -> what was changed after it, in words; from the values of a config.yaml."""
-    steps = (entry[UNTIL] for entry in history_of(values))
-    return {step: in_words(changes_of(in_force(values, step), in_force(values, step + 1))) for step in steps}
+    after, changes = in_force(values), dict[int, str]()
+    for step, entries in groupby(reversed(history_of(values)), key=lambda entry: entry[UNTIL]):
+        before = dict(after)
+        for entry in entries:
+            before |= {name: value for name, value in entry.items() if name in after}
+        changes[step] = in_words(changes_of(before, after))
+        after = before
+    return dict(sorted(changes.items()))
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -19,6 +19,7 @@ from klamp.doctor.metrics import (
     OURS,
     STEP_NAMES,
     as_number,
+    declare_no_reference,
     evaluations,
     flat,
     is_verl_line,
@@ -34,6 +35,7 @@ from klamp.errors import missing_library
 from klamp.files import followed, with_end
 from klamp.names import TRAINER_STATE
 
+Config = Mapping[str, Any]
 Names = Mapping[str, str]
 """klamp's name of a metric -> that in the record, before the names that klamp knows."""
 Logged = Sequence[tuple[int, Mapping[str, Any]]]
@@ -47,20 +49,20 @@ ALIVE = ("train/loss", "train/policy_loss", "train/grad_norm")
 
 
 def _history(
-    source: str, rows: Logged, names: Names | None, path: Path, *, config: Mapping[str, Any], ours: bool = True
+    source: str, rows: Logged, names: Names | None, path: Path, *, config: Config | None = None, ours: bool = True
 ) -> History:
     """The history of logged rows; `ours`: klamp may have written them, and all names of an evaluation are scores."""
     logged = {name for _, row in rows for name in row}
-    theirs, lost = names_in(logged), _unmeasured(rows, logged)
-    rows = [(step, {name: value for name, value in row.items() if name not in lost}) for step, row in rows]
+    theirs, unmeasured = names_in(logged), _unmeasured(rows, logged)
+    rows = [(step, {name: value for name, value in row.items() if name not in unmeasured}) for step, row in rows]
     names = _kl_as_it_is(rows, names or {}, logged, theirs)
-    rest = [row for _, row in rows if SUMMARY not in row]
-    numbers = {name for row in rest for name in row if as_number(row[name]) is not None} - {*CLOCKS}
-    check_logged(names, numbers | lost, path)
-    history = History(source=source, settings=settings_of(config, logged, names), config=config)
-    read = {*names.values(), *(name for name in logged if (n := own_name(name, theirs)) and n not in names)}
-    history.unread = unread_kls({name for _, row in rows for name in row}, read)
-    history.cautions += _no_numbers(rows, theirs, lost)
+    step_rows = [row for _, row in rows if SUMMARY not in row]
+    numbers = {name for row in step_rows for name in row if as_number(row[name]) is not None} - {*CLOCKS}
+    check_logged(names, numbers | unmeasured, path)
+    history = History(source=source, settings=settings_of(config or {}, logged, names), config=config or {})
+    read_columns = {*names.values(), *(name for name in logged if (n := own_name(name, theirs)) and n not in names)}
+    history.unread = unread_kls({name for _, row in rows for name in row}, read_columns)
+    history.cautions += _no_numbers(rows, theirs, unmeasured)
     steps: set[int] = set()
     for step, row in rows:
         scores, metrics = evaluations(row, every=ours and OURS in logged), translate(row, names, theirs)
@@ -74,6 +76,7 @@ def _history(
                 metrics = {**history.rows.pop().metrics, **numbers_of_it}
             steps.add(step)
             history.rows.append(Row(step=step, metrics=metrics))
+    declare_no_reference(history, logged)
     return history
 
 
@@ -88,54 +91,43 @@ def _unmeasured(rows: Logged, logged: set[str]) -> set[str]:
 
 def _kl_as_it_is(rows: Logged, names: Names, logged: set[str], theirs: Names) -> Names:
     """The names of the metrics, where a KL that is called a k3 and is below 0 is a k1."""
-    own = [column for column in logged if own_name(column, theirs) == "kl/k3"]
-    for column in [names["kl/k3"]] if "kl/k3" in names else own:
+    columns = [column for column in logged if own_name(column, theirs) == "kl/k3"]
+    for column in [names["kl/k3"]] if "kl/k3" in names else columns:
         if any(round(x, 6) < 0 for _, row in rows if math.isfinite(x := as_number(row.get(column)) or 0.0)):
             names = {ours: name for ours, name in names.items() if ours != "kl/k3"} | {"kl/k1": column}
     return names
 
 
-def _no_numbers(rows: Logged, theirs: Names, lost: set[str]) -> list[str]:
+def _no_numbers(rows: Logged, theirs: Names, unmeasured: set[str]) -> list[str]:
     """What a reader should know of values that were not read: NaN in every row, or no number at all."""
     text = "is NaN in every row while training went on: nobody measured it (TRL and Unsloth do not at beta 0)"
-    said = [f"{name} {text}" for name in sorted(lost) if (own_name(name, theirs) or "").startswith("kl/")]
-    wrong: dict[str, list[tuple[int, object]]] = {}
+    cautions = [f"{name} {text}" for name in sorted(unmeasured) if (own_name(name, theirs) or "").startswith("kl/")]
+    bad_values: dict[str, list[tuple[int, object]]] = {}
     for step, row in rows:
         for name, value in row.items():
             if value is not None and as_number(value) is None and own_name(name, theirs):
-                wrong.setdefault(name, []).append((step, value))
-    for name, values in wrong.items():
+                bad_values.setdefault(name, []).append((step, value))
+    for name, values in bad_values.items():
         step, value = values[0]
-        said.append(
-            f"{name} is no number in {len(values)} of {len(rows)} rows, first at step {step}: {str(value)[:40]}"
-        )
-    return said
+        text = f"{name} is no number in {len(values)} of {len(rows)} rows, first at step {step}"
+        cautions.append(f"{text}: {str(value)[:40]}")
+    return cautions
 
 
 def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path, **more: Any) -> History:
     """The history of rows that hold their step; if no row does, they are counted, and a caution says so."""
     steps = list(map(step_of, rows))
-    counted = all(step is None for step in steps)
+    without_steps = all(step is None for step in steps)
     numbered: list[tuple[int, Mapping[str, Any]]] = []
     last = next((step for step in steps if step is not None), 0)
     for number, (step, row) in enumerate(zip(steps, rows, strict=True), start=1):
-        last = number if counted else last if step is None else step
+        last = number if without_steps else last if step is None else step
         numbered.append((last, row))
-    history = _history(
-        source,
-        numbered,
-        names,
-        path,
-        config=more.get("config", {}),
-        **{name: x for name, x in more.items() if name != "config"},
-    )
-    if counted and history.rows:
+    history = _history(source, numbered, names, path, **more)
+    if without_steps and history.rows:
         history.settings = replace(history.settings, steps_counted=True)
         history.cautions.append("no column says the step: rows are counted, and the first need not be the first step")
     return history
-
-
-# --- JSONL ----------------------------------------------------------------------------------------------------
 
 
 def read_metrics(path: Path, names: Names | None = None) -> History:
@@ -148,14 +140,12 @@ def read_metrics(path: Path, names: Names | None = None) -> History:
 def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
     history = _of_rows(source, rows, names, path)
     if not (history.rows or history.evaluations):
-        raise unreadable(
-            "no metric that klamp knows and no token log-probabilities were found",
-            path,
-            why=f"the first row has {', '.join(list(rows[0])[:12])}" if rows else "it holds no whole line",
-            fix="metrics: a row per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
-            "your own; completions: old_log_probs and ref_log_prob (or policy_logprobs and ref_logprobs), one number "
-            "per token",
+        why = f"the first row has {', '.join(list(rows[0])[:12])}" if rows else "it holds no whole line"
+        fix = (
+            "metrics: a row per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with your "
+            "own; completions: lists old_log_probs and ref_log_prob, one number per token"
         )
+        raise unreadable("no metric that klamp knows and no token log-probabilities were found", path, why=why, fix=fix)
     return history
 
 
@@ -184,16 +174,13 @@ def read_text(path: Path, names: Names | None = None) -> History:
 def _rows_in(path: Path) -> list[dict[str, Any]]:
     lines = [line.strip("\r\n") for line in text_lines(path)]
     lines = [line for line in lines if line.strip()]
-    for read in (_console, _printed):
-        if rows := list(read(lines)):
+    for parse in (_console, _printed):
+        if rows := list(parse(lines)):
             return rows
     table = list(_table(lines, path)) if lines else []
     if not table:
-        raise unreadable(
-            "a text has no rows of metrics",
-            path,
-            why="it holds neither a table with a column of steps, nor rows as transformers or verl print them",
-        )
+        why = "it holds neither a table with a column of steps, nor rows as transformers or verl print them"
+        raise unreadable("a text has no rows of metrics", path, why=why)
     return table
 
 
@@ -237,12 +224,8 @@ def _columns(head: Sequence[str], path: Path) -> list[str]:
         split.append((run, "" if rest.endswith(OF_CHARTS) else rest.replace(" / ", "/")))
     runs = sorted({run for run, name in split if run and name})
     if len(runs) > 1:
-        raise unreadable(
-            "a table has several runs",
-            path,
-            why=", ".join(runs[:6]),
-            fix="export the chart with one run alone, or the run itself (docs/doctor.md says how)",
-        )
+        fix = "export the chart with one run alone, or the run itself (docs/doctor.md says how)"
+        raise unreadable("a table has several runs", path, why=", ".join(runs[:6]), fix=fix)
     return [name for _, name in split]
 
 
@@ -295,17 +278,12 @@ def event_folders(path: Path) -> list[Path]:
 def read_tensorboard(path: Path, names: Names | None = None) -> History:
     """Read the history in a folder of event files, or in a single one, with tensorboard's own reader."""
     folders = [path] if path.is_file() else event_folders(path)
-    runs = [
-        (*events, folder) for folder in folders if (events := _read_events(folder))[0]
-    ]  # others hold arguments alone
+    runs = [(*events, folder) for folder in folders if (events := _read_events(folder))[0]]  # else arguments alone
     runs.sort(key=lambda events: min(events[0]))
     if any(max(before) >= min(after) for (before, *_), (after, *_) in pairwise(runs)):
-        raise unreadable(
-            "several TensorBoard runs lie below one folder",
-            path,
-            why=", ".join(str(folder.relative_to(path)) for *_, folder in runs),
-            fix="name one of them; of one run that was resumed, put all event files into one folder",
-        )
+        why = ", ".join(str(folder.relative_to(path)) for *_, folder in runs)
+        fix = "name one of them; of one run that was resumed, put all event files into one folder"
+        raise unreadable("several TensorBoard runs lie below one folder", path, why=why, fix=fix)
     scalars = {step: row for rows, *_ in runs for step, row in rows.items()}
     config = {name: value for _, events, _ in runs for name, value in events.items()}
     if not scalars:

@@ -16,11 +16,13 @@ from contextlib import suppress
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import StatisticsError, correlation, fmean, stdev
-from typing import Any
+from typing import Any, TypeAlias
 
 from klamp.doctor.history import Completion, History, Row, RunSettings, Side, bounded, check_lengths, every, k3
+from klamp.doctor.metrics import declare_no_reference
 from klamp.doctor.readers.files import each_row, json_lines, unreadable
 
+Numbers: TypeAlias = Sequence[float]
 UNKNOWN = "?"
 """What stands for a token in records that name none."""
 LARGEST = 0.01
@@ -55,6 +57,7 @@ def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> H
     if not history.completions:
         raise unreadable("there are no completions", files[0] if files else Path(), why="the files are empty")
     history.rows = [row_of(step, history.completions[step]) for step in sorted(history.completions)]
+    declare_no_reference(history)
     return history
 
 
@@ -77,7 +80,7 @@ def completion_of(row: Mapping[str, Any], *, step: Any = 1, written: bool = Fals
     on = trained if trained is not None else every(length)
     if any(value > LARGEST for value, counts in zip(policy, on, strict=True) if counts):
         raise ValueError(f"a log-probability of {max(policy):g}: they are never above 0 (are they probabilities?)")
-    end = length if written else _without_padding(lists["sampler"], trained, length)
+    end = length if written else _without_padding(policy, lists["sampler"], trained)
     cut: dict[str, Any] = {name: None if values is None else values[:end] for name, values in lists.items()}
     return Completion(
         step=int(step),
@@ -114,20 +117,24 @@ def list_of(values: object) -> Sequence[Any]:
     return values
 
 
-def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | None, length: int) -> int:
-    while sampler and trained and length and not trained[length - 1] and sampler[length - 1] in UNWRITTEN:
+def _without_padding(policy: Sequence[float], sampler: Sequence[float] | None, trained: Sequence[bool] | None) -> int:
+    """The length without masked tokens on the right whose numbers are no log-probabilities."""
+    length, scored = len(policy), sampler or [math.nan] * len(policy)
+    while trained and length and not trained[length - 1]:
+        if scored[length - 1] not in UNWRITTEN and not policy[length - 1] > LARGEST:
+            break
         length -= 1
     return length
 
 
-def _sampled(
-    policy: Sequence[float], sampler: Sequence[float] | None, trained: Sequence[bool] | None
-) -> Sequence[bool] | None:
+def _sampled(policy: Numbers, sampler: Numbers | None, trained: Sequence[bool] | None) -> Sequence[bool] | None:
     """Which tokens the sampler drew: it scored them, or was certain as the policy nearly is; None: nobody knows."""
     if sampler is None:
         return None
     rows = zip(policy, sampler, trained or every(len(policy)), strict=True)
-    return flags_of([(p > CERTAIN and on) if s == 0.0 or math.isnan(s) else (p, s) != UNWRITTEN for p, s, on in rows])
+    return flags_of(
+        [(p > CERTAIN and on) if s == 0 or math.isnan(s) else p <= LARGEST and (p, s) != UNWRITTEN for p, s, on in rows]
+    )
 
 
 def _ended(row: Mapping[str, Any]) -> bool | None:
@@ -178,15 +185,16 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     lengths = [sum(completion.is_sampled) for completion in completions]
     if lengths:
         metrics["length/mean"] = fmean(lengths)
-        metrics["length/repeated"] = sum(map(_repeated, completions)) / max(sum(lengths), 1)
+        if any(token != UNKNOWN for completion in completions for token in completion.tokens):
+            metrics["length/repeated"] = sum(map(_repeated, completions)) / max(sum(lengths), 1)
     metrics |= _group_metrics(completions)
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def _repeated(completion: Completion) -> int:
     """How many of the tokens that the model wrote stand in a pair of neighbours that was there before."""
-    written = [token for token, sampled in zip(completion.tokens, completion.is_sampled, strict=True) if sampled]
-    pairs = list(pairwise(written)) if any(token != UNKNOWN for token in written) else []
+    tokens = [token for token, sampled in zip(completion.tokens, completion.is_sampled, strict=True) if sampled]
+    pairs = list(pairwise(tokens))
     return len(pairs) - len(set(pairs))
 
 

@@ -54,10 +54,7 @@ def _is_dropout(holder: object, name: str) -> bool:
 
 
 def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: bool, loaded: bool = True) -> list[str]:
-    """What usually makes policy and reference (None: the policy with its adapter off) differ before the first update.
-
-    `loaded`: the reference's weights were loaded, and not copied from the policy.
-    """
+    """What usually makes policy and reference (None: its adapter off; `loaded`: no copy) differ before any update."""
     dropouts = active_dropouts(policy) if policy.training else []
     layers = sum(isinstance(dropout.holder, nn.Dropout) for dropout in dropouts)
     inside = sorted({dropout.name for dropout in dropouts if not isinstance(dropout.holder, nn.Dropout)})
@@ -72,9 +69,9 @@ def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: b
     if adapter and reference is None:
         reasons.append("an adapter that is not zero at the start, while the reference is the model without it")
     if reference is not None:
-        mine, other = next(policy.parameters()).dtype, next(reference.parameters()).dtype
-        if mine != other:
-            reasons.append(f"data types: the policy is {mine}, the reference {other}")
+        own_dtype, ref_dtype = (next(model.parameters()).dtype for model in (policy, reference))
+        if own_dtype != ref_dtype:
+            reasons.append(f"data types: the policy is {own_dtype}, the reference {ref_dtype}")
         elif loaded and not adapter:
             reasons.append(
                 "weights: the reference was loaded from a path or the Hub and the policy has been changed since; pass "

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from klamp.core.penalty import token_penalty
-from klamp.core.term import KLTerm, prepare
-from klamp.core.types import Batch, Scored, held_anchors
+from klamp.core.penalty import shifted_advantages, token_penalty
+from klamp.core.term import KLTerm, Weighted, prepare
+from klamp.core.types import Advantages, Batch, Scored, held_anchors
 from klamp.errors import UnsupportedVersion
 
 KL_MASK, KL_SCALE = "klamp_kl_mask", "klamp_kl_scale"
@@ -26,10 +26,9 @@ def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def batch_of(inputs: Mapping[str, Any], policy_logprobs: Tensor) -> Batch:
-    """A host's batch in klamp's words; its keys are those that TRL and Unsloth share.
+    """A host's batch in klamp's words, from keys that TRL and Unsloth share.
 
-    The sampler is whom vLLM reports (a token that it could not score counts as sampled by the policy), else the policy
-    that the host recorded at generation, else the policy itself.
+    The sampler is vLLM's report (the old policy where it has NaN), else the old policy, else the policy itself.
     """
     old = inputs.get("old_per_token_logps")
     recorded = policy_logprobs.detach() if old is None else old
@@ -52,9 +51,7 @@ def batch_of(inputs: Mapping[str, Any], policy_logprobs: Tensor) -> Batch:
 def gated_penalty(batch: Batch, term: KLTerm, scale: Tensor | None = None) -> Tensor:
     """klamp's per-token penalty of a batch, clipped, without beta. [B, T]
 
-    The host will divide it by the tokens that are trained on. Where some of them carry no KL, klamp divides the KL by
-    those that do: `scale` [B] is the quotient of the two, settled for the whole generation batch; None: where the host
-    divides by each micro-batch, this micro-batch's.
+    `scale` [B]: the tokens that the host divides by, over those that carry the KL; None: counted in this micro-batch.
     """
     prepared = prepare(batch, term)
     penalty = token_penalty(prepared)
@@ -63,6 +60,29 @@ def gated_penalty(batch: Batch, term: KLTerm, scale: Tensor | None = None) -> Te
     if scale is None:
         return penalty * (batch.mask.sum() / prepared.carried.sum().clamp(min=1))
     return penalty * scale.unsqueeze(-1)
+
+
+def advantages_less_kl(batch: Batch, terms: Sequence[Weighted]) -> Advantages:
+    """The advantages less each KL that enters there, of the batch's policy (the present one). [B] or [B, T]"""
+    advantages = batch.advantages
+    for coefficient, term in terms:
+        if coefficient > 0 and term.placement == "advantage":
+            advantages = shifted_advantages(advantages, prepare(batch, term), beta=coefficient)
+    return advantages
+
+
+class ShiftedInputs(dict[str, Any]):
+    """A micro-batch whose advantages are computed where the host's loss reads them, after it scored the policy."""
+
+    def __init__(self, inputs: Mapping[str, Any], advantages: Callable[[], Advantages]) -> None:
+        super().__init__(inputs)
+        self.uses, self._advantages = 0, advantages
+
+    def __getitem__(self, name: str) -> Any:
+        if name != "advantages":
+            return super().__getitem__(name)
+        self.uses += 1
+        return self._advantages()
 
 
 class Coefficient(float):

@@ -31,22 +31,12 @@ NEVER_ZERO = sys.float_info.min
 
 
 def held_kl(metrics: Mapping[str, float], *, exact_everywhere: bool) -> float | None:
-    """The KL of a step that the controller holds, in nats per token: the exact one if every completion has it, else k3.
-
-    None: no token carried a KL, so that none was measured.
-    """
+    """The KL of a step, nats per token: the exact one if every completion has it, else k3; None: no token has it."""
     return metrics.get(best_kl(metrics, ("kl/exact", "kl/k3") if exact_everywhere else ("kl/k3",)))
 
 
 def check_kl(kl: float) -> None:
-    """Stop a run whose measured KL (nats per token) is NaN or infinite, in every trainer.
-
-    An infinite k3 is a sampled token to which the policy gives 89 nats less than the reference: so sampler, weights or
-    mask are not what they seem. Trainers call it before the optimizer step, which changes nothing then.
-
-    Raises:
-        NonFiniteError: it is one of the two.
-    """
+    """Stop a run, before its optimizer step, if the measured KL (nats per token) is NaN or infinite."""
     if not math.isfinite(kl):
         raise NonFiniteError(
             "the KL of this step is not finite",
@@ -60,11 +50,7 @@ def check_kl(kl: float) -> None:
 
 
 def beta_metrics(price: Price, spread: float | None) -> dict[str, float]:
-    """beta in force, and the reward that it takes for one nat of a whole completion.
-
-    If advantages are divided by a group's standard deviation, each group has a price of its own; logged is the one at
-    `spread`, the mean deviation of groups that are not saturated, and none if all are (None).
-    """
+    """beta in force, and the reward that it takes for one nat of a completion, at this mean deviation of a group."""
     if price.scaled and spread is None:
         return {"beta": price.beta}
     return {"beta": price.beta, "beta/price": price.at(spread or 0.0)}
@@ -122,15 +108,8 @@ class KLControl:
     def beta(self, step: int, total_steps: int) -> float:
         """The coefficient in force at a step, from 0."""
         kl = self.kl
-        factor = kl_schedule_factor(
-            step, total_steps, schedule=kl.kl_schedule, warmup_steps=kl.kl_warmup_steps, end=kl.kl_schedule_end
-        )
+        factor = kl_schedule_factor(step, total_steps, schedule=kl.kl_schedule, warmup_steps=kl.kl_warmup_steps)
         return self.controller.value * factor
-
-    def host_beta(self, step: int, total_steps: int) -> float:
-        """The same as a host should see it: never 0 while anything asks for the reference."""
-        beta = self.beta(step, total_steps)
-        return max(beta, NEVER_ZERO) if self.kl.needs_reference else beta
 
     def update(self, kl: float, metrics: Mapping[str, float] | None = None, rewards: Tensor | None = None) -> None:
         """Take in the KL of an optimizer step, in nats per token; for `metrics` and `rewards` see `landing_beta`."""

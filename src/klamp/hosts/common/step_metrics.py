@@ -30,8 +30,7 @@ class StepRecord:
     ended: Tensor  # [B] bool: whether the completion has an end token
     lengths: Tensor  # [B] tokens, end token included, before any masking
     sampler: Tensor | None = None  # [B, T] log-probabilities under the sampler; None where it does not tell
-    repeated: Tensor | None = None
-    """[B] tokens that stand in a pair which was in their completion before; see `repeated_pairs`."""
+    repeated: Tensor | None = None  # [B] tokens in a pair that their completion had before; see `repeated_pairs`
     entropy: Tensor | None = None  # [B, T] entropy of the policy, in nats; None where a service keeps the logits
     ref: Tensor | None = None  # [B, T] log-probabilities under the reference; None at beta 0
     original: Tensor | None = None  # [B, T] log-probabilities under the model that a moving reference started from

@@ -103,7 +103,7 @@ def out_of_range(host: str, *, got: str) -> UnsupportedVersion:
     )
 
 
-def told_version(host: str, trainer: object = None) -> str:
+def host_version(host: str, trainer: object = None) -> str:
     """A host with its version, and the class of a trainer, as `effective` shows it; also if it is not installed."""
     installed = installed_version(host)
     name = f"{host}, not installed here" if installed is None else f"{host} {installed}"

@@ -188,16 +188,10 @@ class Rows:
                 why="the row at position i is that of the datum at position i",
                 fix="pass both as forward_backward_custom hands them to the loss",
             )
+        k = self.head.shape[2]
         for i, (row, length) in enumerate(zip(logprobs_list, self.lengths, strict=True)):
             check_tensors(FLOATS, **{f"logprobs_list[{i}]": row})
-            k = self.head.shape[2]
-            if row.shape != ((length, k + 1) if k else (length,)):
-                raise ShapeError(
-                    f"datum {i}: the policy's log-probabilities do not have the length of target_tokens",
-                    got=f"log-probabilities {tuple(row.shape)}, target_tokens ({length},), {k} tokens of a head",
-                    why="each log-probability belongs to one token",
-                    fix="pass target_tokens as a 1-D row of ids; forward_backward_kl asks for those of a head too",
-                )
+            check_shape(f"datum {i}: the policy's row", row, (length, k + 1) if k else (length,))
             columns = row.reshape(length, -1).T
             check_logprobs(f"datum {i}: the policy's row", columns, self.mask[i, :length].expand_as(columns))
         return pad([row.reshape(length, -1) for row, length in zip(logprobs_list, self.lengths, strict=True)])
@@ -214,17 +208,16 @@ def read_rows(
 ) -> Rows:
     """Read and check the data of datums (the SDK's, or anything with `loss_fn_inputs`).
 
-    Keys: `target_tokens`, `advantages`, `logprobs` always; `ref_logprobs` and `teacher_logprobs` where they are asked
-    for, or all datums have them; `kl_mask` (1 = the token carries the KL) where it is, or one has it; a head where
-    `top_k` is above 0; `mask` (1 = train on the token), else every position counts at which log-probability, advantage
-    or reference is not exactly 0.
+    Anchors are read if asked for, or if all datums have them; `kl_mask` if asked for, or if one has it. Without `mask`
+    every position counts at which log-probability, advantage or reference is not exactly 0.
     """
     _check_datums(data)
     needed = {"ref_logprobs": reference, "teacher_logprobs": teacher}
     anchors = [name for name in ANCHORS if needed[name] or all(name in datum.loss_fn_inputs for datum in data)]
     has_kl_mask = exclusions or any("kl_mask" in datum.loss_fn_inputs for datum in data)
     rows = [_read(i, datum.loss_fn_inputs, anchors, has_kl_mask) for i, datum in enumerate(data)]
-    heads = [_read_head(i, datum.loss_fn_inputs, rows[i]["mask"], top_k) for i, datum in enumerate(data)]
+    for i, (row, datum) in enumerate(zip(rows, data, strict=True)):
+        row["head"], row["head_logprobs"] = _read_head(i, datum.loss_fn_inputs, row["mask"], top_k)
     if not any(bool(row["mask"].any()) for row in rows):
         raise EmptyMaskError(
             "no datum has a token to train on",
@@ -232,12 +225,8 @@ def read_rows(
             why="there is nothing to average over",
             fix="check that responses are not empty and that the masks mark them",
         )
-    return Rows(
-        **{name: pad([row[name] for row in rows]) for name in rows[0]},
-        head=pad_sequence([ids for ids, _ in heads], batch_first=True, padding_value=NO_TOKEN),
-        head_logprobs=pad([logprobs for _, logprobs in heads]),
-        lengths=tuple(len(row["mask"]) for row in rows),
-    )
+    columns = {name: pad([row[name] for row in rows], NO_TOKEN if name == "head" else 0) for name in rows[0]}
+    return Rows(**columns, lengths=tuple(len(row["mask"]) for row in rows))
 
 
 def _check_datums(data: object) -> None:
@@ -252,9 +241,9 @@ def _check_datums(data: object) -> None:
         )
 
 
-def pad(rows: Iterable[Tensor]) -> Tensor:
-    """Rows of different lengths as one tensor, [B, N], with zeros on the right; gradients reach every row."""
-    return pad_sequence(list(rows), batch_first=True)
+def pad(rows: Iterable[Tensor], filling: float = 0) -> Tensor:
+    """Rows of different lengths as one tensor, [B, N], filled up on the right; gradients reach every row."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=filling)
 
 
 def _read(i: int, inputs: Mapping[str, Any], anchors: Sequence[str], has_kl_mask: bool) -> dict[str, Tensor]:
@@ -316,14 +305,20 @@ def number_row(name: str, values: Any, length: int | None = None) -> Tensor:
             why="None inside a datum would become NaN without a word",
             fix="pass one number per token",
         ) from error
-    if length is not None and row.shape != (length,):
+    if length is not None:
+        check_shape(name, row, (length,))
+    return row.detach()
+
+
+def check_shape(name: str, row: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse numbers that are not one per token, or with a head not one per token of it."""
+    if row.shape != shape:
         raise ShapeError(
             f"{name} does not have one number per token",
-            got=f"{name} {tuple(row.shape)}, {length} tokens",
+            got=f"{name} {tuple(row.shape)}, tokens {shape}",
             why="each number belongs to one token; the SDK does not check it",
-            fix="pass the values of the response only to build_datum, which adds the zeros of the prompt",
+            fix="pass build_datum the values of the response only; forward_backward_kl asks for those of a head too",
         )
-    return row.detach()
 
 
 def token_ids(name: str, tokens: Any) -> list[int]:

@@ -22,7 +22,7 @@ from klamp.config.fields import host_refusals, ignored_fields, unread
 from klamp.config.kl import BETA
 from klamp.config.loss import build_objective
 from klamp.config.teacher import TeacherConfig, of_a_server
-from klamp.core.arguments import AT_LEAST_1, check_fields
+from klamp.core.arguments import AT_LEAST_1, check_fields, limited
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.masking import Totals, check_totals, masked_log_ratio, masked_mean, total_denominator
 from klamp.core.objective import Objective, grpo_loss
@@ -32,7 +32,7 @@ from klamp.core.types import LossPart
 from klamp.doctor.metrics import check_metrics
 from klamp.errors import KLWarning, NonFiniteError, Refusal, refuse
 from klamp.hosts.common.effective import Effective, EffectiveTerm
-from klamp.hosts.common.versions import load_tinker, told_version
+from klamp.hosts.common.versions import host_version, load_tinker
 from klamp.hosts.tinker.datums import Rows, read_rows, with_inputs
 
 Normalizer: TypeAlias = Literal["loss_type", "token_sum"]
@@ -54,8 +54,6 @@ IN_REWARD: dict[str, str] = dict.fromkeys(
     "are formed; placement 'advantage' needs none",
 )
 """What a KL in the reward needs, to which the loss adds nothing."""
-NUMBERS = {"kl_coef": BETA, "cliprange": CLIP_LOW, "max_length": AT_LEAST_1, "group_size": AT_LEAST_1}
-"""Which numbers the arguments of a call take."""
 
 
 class Options(TypedDict, total=False):
@@ -73,18 +71,18 @@ class Options(TypedDict, total=False):
 class LossCall:
     """The arguments of `compute_grpo_kl_loss`, checked, and what follows from them; see there."""
 
-    kl_coef: float | None = None
-    cliprange: float | None = None
+    kl_coef: float | None = limited(None, BETA)
+    cliprange: float | None = limited(None, CLIP_LOW)
     kl: KLConfig = KLConfig()  # noqa: RUF009  (frozen)
     loss: LossConfig | None = None
     teacher: TeacherConfig | None = None
     normalizer: Normalizer = "loss_type"
-    max_length: int | None = None
-    group_size: int | None = None
+    max_length: int | None = limited(None, AT_LEAST_1)
+    group_size: int | None = limited(None, AT_LEAST_1)
     totals: Totals | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, NUMBERS)
+        check_fields(self)
         if self.totals is not None:
             check_totals(self.totals)
         refuse(self._refusals())
@@ -184,7 +182,7 @@ def effective(
         average = "sum over the tokens of the call"
     reference = "logprobs of the datums: the sampler" if kl.reference == "sampler" else "ref_logprobs of the datums"
     return Effective(
-        host=f"{told_version('tinker')}, forward_backward_custom",
+        host=f"{host_version('tinker')}, forward_backward_custom",
         terms=tuple(terms),
         normalizer=average,
         reference=reference if beta > 0 else "none is read: the coefficient is 0",
@@ -217,8 +215,7 @@ def compute_grpo_kl_loss(
     `kl_penalty`. Without `loss`, R is 1/n sum over the n trained tokens of `data`; the service's built-in losses are
     plain sums: at kl_coef 0 the built-in `ppo` gives n times this loss and gradient, and exactly this one with
     `normalizer="token_sum"`. What was divided by is in the metrics (`train/denominator`, `train/kl_denominator`); so is
-    the KL of the sampler from the trainer (`sampler/k1`, `sampler/k3`): before the first update about 0.002 nats per
-    token is healthy, above 0.01 an alarm.
+    the KL of the sampler from the trainer (`sampler/k1`, `sampler/k3`).
 
     Sampler: whoever `logprobs` belong to; it is the old policy of the ratio and the sampler of `kl_off_policy`.
     Gradient: that of `grpo_loss`. Every datum gets one, zeros where nothing of it is trained on.
@@ -278,13 +275,13 @@ def _head_kl(rows: Rows, policy: Tensor, teacher: TeacherConfig) -> tuple[Tensor
     """The KL to a teacher over the head of the datums, [B, N], and without gradient the head's mass in both models."""
     assert rows.teacher_logprobs is not None
     anchor = torch.cat([rows.head_logprobs, rows.teacher_logprobs[..., None]], -1)
-    ids, kept = torch.cat([rows.head, rows.target_tokens[..., None]], -1), rows.head >= 0
+    ids, valid = torch.cat([rows.head, rows.target_tokens[..., None]], -1), rows.head >= 0
     weight = None if teacher.teacher_off_policy == "none" else policy[..., -1].detach() - rows.logprobs
     how: Any = {"direction": teacher.teacher_direction, "tail": teacher.teacher_tail}
-    kl = topk_kl_of(policy, anchor, ids, **how, log_weight=weight, kept=kept)
+    kl = topk_kl_of(policy, anchor, ids, **how, log_weight=weight, kept=valid)
     if not teacher.teacher_top_k:
         return kl, {}
-    return kl, {"student_mass": head_mass(policy[..., :-1], kept), "teacher_mass": head_mass(anchor[..., :-1], kept)}
+    return kl, {"student_mass": head_mass(policy[..., :-1], valid), "teacher_mass": head_mass(anchor[..., :-1], valid)}
 
 
 def _check_finite(loss: Tensor, policy: Tensor) -> None:
@@ -320,11 +317,9 @@ def forward_backward_kl(
 ) -> Any:
     """Forward and backward pass of `compute_grpo_kl_loss` through a `TrainingClient`: the gradient adds up there.
 
-    The data is checked before anything is sent: an error inside a loss would leave the client unusable. The service
-    gets datums that hold `target_tokens` only, so that SDKs before 0.32 take them too; with teacher_estimator="topk"
-    these are [N, K + 1], at each position the teacher's head and the target. What the service answers is checked inside
-    the loss: NaN there raises NonFiniteError where the result is asked for, no gradient is sent, and SDKs from 0.36 on
-    then take no more requests on this client. Two passes over the data: a forward, then a forward and backward.
+    Two passes over the data: a forward, then a forward and backward. The data is checked before anything is sent. NaN
+    in the service's answer raises NonFiniteError where the result is asked for: no gradient is sent, and SDKs from 0.36
+    on then take no more requests on this client.
 
     Args:
         client: a `TrainingClient`, or the SDK's future of one, which is waited for: in async code await it before.

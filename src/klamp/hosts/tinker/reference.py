@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE, check_number, describe
+from klamp.core.types import FORBIDDEN
 from klamp.errors import DataError, ModelError, NonFiniteError, ShapeError
 from klamp.hosts.common.versions import load_tinker
 from klamp.hosts.tinker.datums import Place, token_ids
@@ -27,9 +28,7 @@ async def compute_reference_logprobs(
 ) -> list[list[float]]:
     """Log-probabilities of the responses under the reference, in nats, in the order of the responses.
 
-    One request per response. The SDK itself tries again what may pass, for hours; here a response has `timeout`
-    seconds, and what the SDK gives up ends it at once. Where the SDK can score a suffix only (0.34 and later) the
-    prompt is not scored.
+    One request per response; the prompt is not scored if the SDK can score a suffix only (0.34 and later).
 
     Args:
         ref_client: a `SamplingClient` of the base model (or of a snapshot), or the SDK's future of one, which is
@@ -41,7 +40,7 @@ async def compute_reference_logprobs(
 
     Raises:
         ModelError: the service refuses, or does not answer in time; the sequence is named.
-        NonFiniteError: None, NaN or an infinity inside a response.
+        NonFiniteError: None, NaN, an infinity or -9999 (a vLLM server's -inf) inside a response.
         ShapeError: an answer of another length than the tokens (n values, or n - 1 without the first token's None).
         DataError, ConfigError: arguments that cannot be used.
         UnsupportedVersion: the SDK is missing or outside the range.
@@ -62,9 +61,8 @@ async def compute_teacher_head(
 ) -> list[list[Place]]:
     """What a teacher says of the responses: at each token its `top_k` likeliest, and the one that is there.
 
-    One request per response, as `compute_reference_logprobs`: `sample` with `topk_prompt_logprobs` and one token that
-    is thrown away. The head never depends on the token that was sampled: of an answer that holds one token more than
-    was asked for, it is left out.
+    One request per response: `sample` with `topk_prompt_logprobs` and one token that is thrown away. The head never
+    depends on the token that was sampled.
 
     Args:
         teacher_client: a `SamplingClient`, see `compute_reference_logprobs`.
@@ -132,7 +130,7 @@ class Asker:
     def __init__(self, client: Any, pairs: Sequence[tuple[list[int], list[int]]], timeout: float, top_k: int) -> None:
         self.who, name = ("reference", "compute_logprobs") if top_k < 0 else ("teacher", "sample")
         self.method, self.timeout = getattr(client, name if hasattr(client, name) else f"{name}_async"), timeout
-        self.suffix = "prompt_logprobs_last_n" in inspect.signature(self.method).parameters
+        self.has_suffix = "prompt_logprobs_last_n" in inspect.signature(self.method).parameters
         self.pairs, self.top_k, self.options = pairs, top_k, dict[str, Any]()
         if top_k >= 0:
             once = {"num_samples": 1, "sampling_params": load_tinker().SamplingParams(max_tokens=1)}
@@ -152,7 +150,7 @@ class Asker:
 
     def _logprobs(self, i: int, answer: Sequence[float | None]) -> list[float]:
         values = self._of_response(i, answer)
-        bad = [j for j, value in enumerate(values) if value is None or not math.isfinite(value)]
+        bad = [j for j, value in enumerate(values) if value is None or not FORBIDDEN < value < math.inf]
         if bad:
             raise NonFiniteError(
                 f"sequence {i}: the {self.who} has no log-probability for a token of the response",
@@ -189,9 +187,10 @@ class Asker:
     async def _answer(self, i: int) -> Any:
         prompt, response = self.pairs[i]
         tokens = load_tinker().ModelInput.from_ints(prompt + response)
+        suffix = {"prompt_logprobs_last_n": len(response)} if self.has_suffix else {}
         try:
             async with asyncio.timeout(self.timeout):
-                return await self._ask(tokens, len(response))
+                return await resolve(self.method(tokens, **suffix, **self.options))
         except Exception as error:
             late = isinstance(error, TimeoutError)
             raise ModelError(
@@ -200,18 +199,6 @@ class Asker:
                 why="training without this KL would be another loss",
                 fix="check the service, the base model's name and the key; then continue from the last checkpoint",
             ) from error
-
-    async def _ask(self, prompt: Any, response: int) -> Any:
-        """Of the response only, where client and server can."""
-        if self.suffix:
-            try:
-                return await resolve(self.method(prompt, prompt_logprobs_last_n=response, **self.options))
-            except RuntimeError as error:
-                # The SDK's own finding that the server scored the whole prompt all the same.
-                if "prompt_logprobs_last_n" not in str(error):
-                    raise
-                self.suffix = False
-        return await resolve(self.method(prompt, **self.options))
 
 
 async def resolve(answer: Any) -> Any:

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from klamp._version import __version__
 from klamp.config.describe import describe_anchors
-from klamp.doctor.examine import AlarmWatch, Finding
+from klamp.doctor.examine import AlarmFinding, AlarmWatch
 from klamp.doctor.history import RunSettings
 from klamp.doctor.metrics import evaluations, settings_of, translate
 from klamp.errors import KLWarning
@@ -33,8 +33,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "v
 class DoctorCallback(TrainerCallback):
     """Looks at the log of a TRL trainer with every alarm of `klamp doctor`, while the run goes on.
 
-    Give it to `klamp.trl.GRPOTrainer` or to TRL's own: `callbacks=[DoctorCallback(stop_on=["reward-collapse"])]`. An
-    alarm is a `KLWarning`, once, and a line of `alarms.jsonl` in output_dir; notes are only written. The thresholds
+    An alarm is a `KLWarning`, once, and a line of `alarms.jsonl` in output_dir; notes are only written. The thresholds
     count logged rows: log every step (`logging_steps=1`, GRPOConfig's default is 10).
 
     Args:
@@ -54,16 +53,16 @@ class DoctorCallback(TrainerCallback):
         self,
         stop_on: Sequence[str] = (),
         *,
-        on_alarm: Callable[[Finding], object] | None = None,
+        on_alarm: Callable[[AlarmFinding], object] | None = None,
         other_reference: bool = False,
     ) -> None:
         self.on_alarm = on_alarm
         self.watch = AlarmWatch(RunSettings(), stop_on=(stop_on,) if isinstance(stop_on, str) else tuple(stop_on))
         self.other_reference = other_reference
-        self.findings: list[Finding] = []
+        self.findings: list[AlarmFinding] = []
 
     @property
-    def stopped_by(self) -> Finding | None:
+    def stopped_by(self) -> AlarmFinding | None:
         """The alarm of stop_on that ended the run; None: none did."""
         return self.watch.stopped_by
 
@@ -93,14 +92,14 @@ class DoctorCallback(TrainerCallback):
             if main:
                 _warn(f"training stops after step {state.global_step}: stop_on names {self.stopped_by.alarm.name}")
 
-    def _notify(self, finding: Finding) -> None:
+    def _notify(self, finding: AlarmFinding) -> None:
         try:
             if self.on_alarm is not None:
                 self.on_alarm(finding)
         except Exception as error:  # of whatever service it is
             _warn(f"the notice of {finding.alarm.name} was not sent: {type(error).__name__}: {error}")
 
-    def _look(self, step: int, logs: Mapping[str, Any]) -> list[Finding]:
+    def _look(self, step: int, logs: Mapping[str, Any]) -> list[AlarmFinding]:
         scores, metrics = evaluations(logs), translate(logs)
         findings = self.watch.evaluation(step, scores) if scores else []
         if metrics and not any(name.startswith("eval_") for name in logs):
@@ -137,9 +136,8 @@ def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 class ReportCallback(TrainerCallback):
     """Writes into output_dir what `klamp report` shows beside the log of a TRL trainer.
 
-    Give it to `klamp.trl.GRPOTrainer`: `callbacks=[ReportCallback()]`. Completions are those of the main process;
-    answers are greedy, to the first prompts of the evaluation set (else of the training set), before and
-    after, and left out where the weights are divided among processes. The run is the same one to the last bit.
+    It needs `klamp.trl.GRPOTrainer`. Completions are the main process's; answers are greedy, to the first prompts of
+    the evaluation set (else of the training set), before and after; split weights give none. The run stays the same.
 
     Args:
         every: steps between those whose completions are written.

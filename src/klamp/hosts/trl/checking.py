@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from klamp.audit.examine import of_beta
 from klamp.audit.micro_batch import check as check_loss
-from klamp.audit.trainers import GivenLogits
+from klamp.audit.trainers import FixedLogits
 from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError, KLWarning
@@ -41,10 +41,9 @@ Means = Literal["reverse", "forward", "js"]
 
 
 class Listener:
-    """Keeps the tensors of a trainer's loss while it is entered, and hands verdicts to `tell`.
+    """Keeps the tensors of a trainer's loss, and hands verdicts to `tell`, until advantages are not all 0.
 
-    It does so until one is on advantages that are not all 0. `save` is a capture file; `move`: a reference that equals
-    the policy is moved, only if nothing is trained on the loss.
+    `save` is a capture file; `move`: a reference that equals the policy is moved, only if nothing is trained.
     """
 
     others: ClassVar[list[Callable[[Any], None]]] = []
@@ -87,8 +86,8 @@ class Listener:
         for tensors in (self.scores, self.hidden, self.logits, self.calls):
             tensors.clear()
         with ExitStack() as hooks:
-            for each_model in (model, teacher) if "labels" in inputs and teacher is not None else ():
-                hook = each_model.register_forward_hook(lambda *x: self.logits.append(x[-1].logits))
+            for scored_model in (model, teacher) if "labels" in inputs and teacher is not None else ():
+                hook = scored_model.register_forward_hook(lambda *x: self.logits.append(x[-1].logits))
                 hooks.callback(hook.remove)
             result = inner(model, inputs, *more, **named)
         if self.move and (shift := self._shift(inputs)) is not None:
@@ -190,8 +189,8 @@ class Listener:
             student, other = (pad(x[..., chosen].float(), (0, 0, 0, 1)) for x in whole)
         labels = torch.searchsorted(chosen, ids).masked_fill(~loss_mask(part), -100)
         try:
-            trainer.teacher_model = GivenLogits(other)
-            loss, *_ = trainer._compute_loss(GivenLogits(student.requires_grad_()), part, None)
+            trainer.teacher_model = FixedLogits(other)
+            loss, *_ = trainer._compute_loss(FixedLogits(student.requires_grad_()), part, None)
         finally:
             trainer.teacher_model = teacher
         return self._of_logits(loss, student, other, pad(labels, (0, 1), value=-100))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import trl
@@ -24,11 +24,11 @@ from klamp.hosts.common.coefficient import TEACHER, check_once, loss_mask
 from klamp.hosts.common.control import check_kl
 from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.common.kl_fields import PASSED, TeacherFields, read_again, teacher_config
-from klamp.hosts.common.versions import told_version
-from klamp.hosts.trl import teacher
+from klamp.hosts.common.versions import host_version
+from klamp.hosts.trl import measure, teacher
 from klamp.hosts.trl.grpo_config import not_klamps_trainer
 from klamp.hosts.trl.reference import check_folder, own_reference, placed, plain_model, predicted, weights_are_split
-from klamp.hosts.trl.session import Scoring, Session, Teacher, TRLTrainer, mode_of
+from klamp.hosts.trl.session import Scoring, Session, Teacher, mode_of
 from klamp.scoring.model_parts import check_same_vocabulary, token_logprobs
 from klamp.scoring.probe import probe
 
@@ -100,10 +100,8 @@ class DistillationTrainer(trl.DistillationTrainer):
     of which the shared part counts. What does not fit is a ConfigError or ModelError, with the reason.
     """
 
-    _klamp: Any = None
-    """The session, with the teacher; None: the loss is TRL's own."""
-    _batches: list[tuple[dict[str, Any], Tensor]]
-    """The batches of the present loss, and the policy's log-probabilities, detached."""
+    _klamp: Any = None  # the session, with the teacher; None: the loss is TRL's own
+    _batches: list[tuple[dict[str, Any], Tensor]]  # of the present loss, with the policy's detached log-probabilities
 
     def __init__(self, model: Any, teacher_model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
         config = None if args is None else read_again(args)[1]
@@ -114,12 +112,11 @@ class DistillationTrainer(trl.DistillationTrainer):
         loaded = _loaded(named, model, args)
         args.beta = float(args.beta)
         super().__init__(model, None, args, *more, **options)
-        trainer = cast(TRLTrainer, self)
         check_same_vocabulary(loaded, self.accelerator.unwrap_model(self.model), who="teacher", larger=True)
         if isinstance(named, str):
             check_tokens(teacher.tokenizer_of(named), self._tokenizer, name=named)
-        join(trainer, config, loaded)
-        self.teacher_model = placed(trainer, loaded)
+        join(self, config, loaded)
+        self.teacher_model = placed(self, loaded)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; an error where it does not go through klamp's hook."""
@@ -127,9 +124,9 @@ class DistillationTrainer(trl.DistillationTrainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self._klamp is not None:
             check_once(len(self._batches), "calls of klamp's hook", host="TRL")
-            trainer = cast(TRLTrainer, self)
-            teacher.after_loss(trainer, *self._batches.pop())  # not in the wrapped forward: processes wait
-            for kl in self._metrics[mode_of(trainer)].get("teacher/kl", [])[-1:]:
+            batch, logprobs = self._batches.pop()
+            measure.after_loss(self, batch, Scoring(logprobs), 0.0)  # not in the wrapped forward: processes wait
+            for kl in self._metrics[mode_of(self)].get("teacher/kl", [])[-1:]:
                 check_kl(kl)
         return loss
 
@@ -143,7 +140,7 @@ class DistillationTrainer(trl.DistillationTrainer):
         with torch.no_grad():
             states, scores, _ = self._forward_redirection(model, plain, self._read, plain, inputs, False)
         batch = {**inputs, teacher.PREDICTED: states, TEACHER: scores, "advantages": torch.zeros_like(scores[:, 0])}
-        total: Any = teacher.penalty(cast(TRLTrainer, self), batch, Scoring(logprobs, hidden))
+        total: Any = teacher.penalty(self, batch, Scoring(logprobs, hidden))
         self._batches.append((batch, logprobs.detach()))
         divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return total.sum() / divisor, entropy, count
@@ -156,7 +153,7 @@ class DistillationTrainer(trl.DistillationTrainer):
         images = {name: values for name, values in inputs.items() if name in parameters}
         hidden = self._get_last_hidden_state(model, ids, present, mask.shape[1], **images)
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            plain, targets = plain_model(cast(TRLTrainer, self), model), inputs["completion_ids"][mask]
+            plain, targets = plain_model(self, model), inputs["completion_ids"][mask]
             predictions = predicted(plain, hidden[mask])
             scored: Any = token_logprobs(predictions, targets[:, None], temperature=self.temperature, entropy=True)
             logprobs = scored.logprobs.new_zeros(mask.shape).masked_scatter(mask, scored.logprobs)
@@ -221,7 +218,7 @@ def in_force(trainer: Any) -> Effective:
         placement=PLACEMENTS["loss"],
     )
     return Effective(
-        host=told_version("trl", trainer),
+        host=host_version("trl", trainer),
         terms=(replace(teacher.effective_term(trainer) or stock, price="there is no reward to weigh it against"),),
         normalizer=f"{describe_average('token_mean')} (TRL's own)",
         reference="none: TRL's distillation has no reference",

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
 from klamp.core.objective import Objective, without_gradient
-from klamp.core.term import Weighted
-from klamp.errors import ConfigError
 from klamp.hosts.common.anchors import active_dropouts
 from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
 from klamp.hosts.common.effective import that_apply
@@ -66,14 +64,7 @@ def settle(trainer: TRLTrainer) -> None:
 
 def fall_back(trainer: TRLTrainer, reason: str, *, what: str = "TRL's own scoring") -> None:
     """Say once that TRL's own way is taken, and why."""
-    fast: Any = trainer._klamp.fast
-    if fast.required:
-        raise ConfigError(
-            "fast_scoring='require' cannot be honoured",
-            got=type(trainer.model).__name__,
-            why=reason,
-            fix=f"set fast_scoring=True: {what} is then used where klamp's cannot be",
-        )
+    fast = trainer._klamp.fast
     if reason not in fast.reasons and trainer.accelerator.is_main_process:
         trainer._caution(f"{what} is used in spite of fast_scoring: {reason}")
     fast.reasons.add(reason)
@@ -89,8 +80,8 @@ def _tried_out(trainer: TRLTrainer, model: Any) -> tuple[Traits, str]:
             return traits, "the model's logits are not its last hidden states through a plain output head"
         call = _trial(unwrapped)
         for candidate in (replace(traits, positions=positions) for positions in POSITIONS):
-            if _same_as_host(trainer, model, call, candidate):
-                return candidate, ""
+            if _same_as_host(trainer, model, call, candidate):  # TRL may count columns; generation counts tokens
+                return replace(traits, positions="tokens"), ""
     return traits, "TRL's scores of the model are others (its positions, or its kernels)"
 
 
@@ -111,13 +102,13 @@ def _same_as_host(trainer: TRLTrainer, model: Any, call: dict[str, Any], traits:
     call = call | {"compute_entropy": model is trainer.model}  # TRL gives a reference's to nobody
 
     def together(scores: Any) -> Tensor:
-        return torch.stack([values[mask].float() for values in scores[:2] if values is not None])
+        return torch.stack([values[mask].float() for values in scores if values is not None])
 
     try:
         own = partial(getattr(grpo_trainer.GRPOTrainer, SCORING), trainer, model, **call)
         with _as_prepared(trainer, model):
-            expected, also = together(own(batch_size=4)), together(own(batch_size=2))
-        ours = together(_scores(trainer, model, ScoringCall(**call), traits))
+            expected, also = together(own(batch_size=4)[:2]), together(own(batch_size=2)[:2])
+        ours = together(_scores(trainer, model, ScoringCall(**call), traits).values())
     except Exception:  # as in klamp.scoring.probe: models refuse in a dozen ways
         return False
     low = next(model.parameters()).dtype.itemsize < 4 or _is_mixed(trainer)
@@ -172,12 +163,11 @@ class ScoringCall:
         )
 
 
-FastScores = tuple[Tensor, Tensor | None, Tensor | None]
-"""Log-probabilities [B, T], entropies [B, T] and hidden states [B, T, H]; None if nobody asked."""
+def scored(trainer: TRLTrainer, args: Any, options: dict[str, Any], *, hidden: bool) -> dict[str, Tensor] | None:
+    """What TRL's scoring method was asked with `args` and `options`, by klamp's scorer; None if TRL has to do it.
 
-
-def scored(trainer: TRLTrainer, args: Any, options: dict[str, Any], *, hidden: bool) -> FastScores | None:
-    """What TRL's scoring method was asked with `args` and `options`, by klamp's scorer; None if TRL has to do it."""
+    The keys: `logprobs` and, if asked for, `entropy`, [B, T], and `hidden`, [B, T, H].
+    """
     fast = trainer._klamp.fast
     if fast is None or fast.reason:
         return None
@@ -202,17 +192,12 @@ def scored(trainer: TRLTrainer, args: Any, options: dict[str, Any], *, hidden: b
     return _scores(trainer, model, call, traits)
 
 
-def _scores(trainer: TRLTrainer, model: Any, call: ScoringCall, traits: Traits) -> FastScores:
+def _scores(trainer: TRLTrainer, model: Any, call: ScoringCall, traits: Traits) -> dict[str, Tensor]:
     """The scores of all rows, a batch of them at a time."""
     count = len(call.input_ids)
     size = call.batch_size or count
     parts = [_pass(trainer, model, call, slice(i, min(i + size, count)), traits) for i in range(0, count, size)]
-    logprobs, entropy, hidden = (
-        torch.cat([part[name] for part in parts]) if name in parts[0] else None
-        for name in ("logprobs", "entropy", "hidden")
-    )
-    assert logprobs is not None
-    return logprobs, entropy, hidden
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _pass(trainer: TRLTrainer, model: Any, call: ScoringCall, rows: slice, traits: Traits) -> dict[str, Tensor]:
@@ -260,10 +245,7 @@ def learning_rows(trainer: TRLTrainer, inputs: Any, beta: float) -> Tensor | Non
     if controlled and session.term.clip_method != "none" and inputs.get(GATE_KL) is None:
         return None
     batch = batch_of(inputs, torch.zeros(inputs["completion_ids"].shape, device=inputs["completion_ids"].device))
-    terms = [Weighted(beta, session.term)] if controlled else []
-    if session.teacher is not None:
-        terms.append(Weighted(session.teacher.coefficient(trainer), session.teacher.term))
-    return ~without_gradient(batch, Objective(terms=tuple(terms)))
+    return ~without_gradient(batch, Objective(terms=session.terms(trainer, beta)))
 
 
 def why_not_fast(trainer: TRLTrainer) -> str:

@@ -10,19 +10,11 @@ from typing import Any
 import trl
 
 from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.config.fields import host_refusals
 from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning, Refusal, check_name, refuse
-from klamp.hosts.common.kl_fields import (
-    KLFields,
-    host_refusals,
-    kl_config,
-    one_teacher_refusals,
-    settle_fields,
-    teacher_config,
-    touched,
-    warn_without_kl,
-)
+from klamp.hosts.common import kl_fields
 
 
 class OwnBeta(float):
@@ -44,7 +36,7 @@ def not_klamps_trainer(kind: str = "GRPO", config: str = "KLConfig") -> ConfigEr
 
 
 @dataclass
-class GRPOConfig(KLFields, trl.GRPOConfig):
+class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
     """`trl.GRPOConfig` with every field of `klamp.KLConfig` and `klamp.TeacherConfig`.
 
     All of TRL's fields and defaults stay, `beta=0.0` included. While klamp's fields are all None, the loss is TRL's
@@ -58,35 +50,33 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
     taken = False
     """Whether these are the arguments of a trainer of klamp's."""
 
-    fast_scoring: bool | str = field(
+    fast_scoring: bool = field(
         default=False,
         metadata={
             "help": "Score completions by klamp: each distinct prompt is run once, padding never reaches the output "
             "head, logits are never held. The numbers are TRL's up to rounding; where it cannot be done, that is said "
-            "once and TRL's own scoring is used. 'require' refuses instead."
+            "once and TRL's own scoring is used."
         },
     )
 
     def __post_init__(self) -> None:
         refuse_classes()
-        if not isinstance(self.fast_scoring, bool):
-            check_name("fast_scoring", self.fast_scoring, ("require",))
-        settle_fields(self)
-        kl, teacher = self.kl_config(), self.teacher_config()
+        kl_fields.settle_fields(self)
+        kl, teacher = kl_fields.kl_config(self), kl_fields.teacher_config(self)
         if kl is not None:
             if teacher is None:
-                warn_without_kl(kl)
+                kl_fields.warn_without_kl(kl)
             settle_reference(kl, self)
             check_arguments(kl, self)
         if teacher is not None and teacher.there:
             shifted = teacher.teacher_placement == "advantage"
-            refuse([*one_teacher_refusals(teacher), *advantage_refusals("teacher", shifted, self)])
+            refuse([*kl_fields.one_teacher_refusals(teacher), *advantage_refusals("teacher", shifted, self)])
         super().__post_init__()
         self.beta = OwnBeta(self.beta) if self._asks else float(self.beta)
 
     @property
     def _asks(self) -> bool:
-        set_here = touched(self) or touched(self, TeacherConfig)
+        set_here = kl_fields.touched(self) or kl_fields.touched(self, TeacherConfig)
         return bool(set_here or self.fast_scoring)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
@@ -98,14 +88,6 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
     def to_dict(self) -> dict[str, Any]:
         """As in TRL, with plain numbers."""
         return {**super().to_dict(), "beta": float(self.beta)}
-
-    def kl_config(self) -> KLConfig | None:
-        """The KL of this configuration; None: klamp adds none, and TRL's own beta stands."""
-        return kl_config(self)
-
-    def teacher_config(self) -> TeacherConfig | None:
-        """The teacher of this configuration; None: there is none."""
-        return teacher_config(self)
 
 
 def check_arguments(
@@ -188,7 +170,7 @@ def advantage_refusals(anchor: str, shifted: bool, args: Any) -> list[Refusal]:
         Refusal(
             shifted and used,
             f"{anchor}_placement='advantage' cannot be combined with {name}",
-            why="a whole completion is kept or weighed by the sign of its advantage, and each token would have its own",
+            why="TRL drops or weighs a whole completion by the sign of its advantage, and its KL with it",
             fix=f"leave it out, or set {anchor}_placement='loss'",
         )
         for name, used in by_sign.items()

@@ -22,28 +22,11 @@ from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.kl_fields import PASSED, read_again, touched, warn_without_kl
 from klamp.hosts.common.rollout import excluded_ids
-from klamp.hosts.common.versions import caution_beside, told_version
-from klamp.hosts.trl import fast_scoring, teacher
+from klamp.hosts.common.versions import caution_beside, host_version
+from klamp.hosts.trl import fast_scoring, grpo_config, reference, teacher
 from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback
-from klamp.hosts.trl.grpo_config import (
-    check_arguments,
-    check_reference,
-    liger_bypasses,
-    refuse_classes,
-    reward_scale,
-    settle_reference,
-)
 from klamp.hosts.trl.hooks import KLMixin
 from klamp.hosts.trl.measure import group_size, has_one_reward, price_in
-from klamp.hosts.trl.reference import (
-    check_folder,
-    describe_reference,
-    exact_rows,
-    follow_policy,
-    frozen_copy,
-    own_reference,
-    prepared_model,
-)
 from klamp.hosts.trl.session import FastScoring, ReferenceFacts, Session, TRLTrainer, Warned, progress, session_of
 from klamp.scoring.model_parts import check_same_vocabulary, output_size
 
@@ -76,9 +59,9 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         teacher_model: Any = None,
         **options: Any,
     ) -> None:
-        refuse_classes()
+        grpo_config.refuse_classes()
         for folder in (model, ref_model):
-            check_folder(folder)
+            reference.check_folder(folder)
         kl, config = (None, None) if args is None else read_again(args)
         check_teacher(config, teacher_model)
         peft = options.get("peft_config") is not None or hasattr(model, "peft_config")
@@ -88,8 +71,8 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         off = kl is not None and kl.reference == "adapter_off"  # where TRL is to make no copy of the adapter
         if kl is not None:
             adapters = {*getattr(model, "peft_config", ()), *(["default"] if peft else [])}
-            check_reference(kl, args, adapters=adapters, chosen=ref_model is not None)
-        own = own_reference(model, ref_model, args, peft=peft) if wanted else None
+            grpo_config.check_reference(kl, args, adapters=adapters, chosen=ref_model is not None)
+        own = reference.own_reference(model, ref_model, args, peft=peft) if wanted else None
         asked, args = args, copy.copy(args)
         if asked is not None:
             loads = wanted and own is None and not off  # TRL loads a reference if beta is not 0
@@ -131,20 +114,20 @@ def join(trainer: TRLTrainer, kl: KLConfig | None, own: Any, *, chosen: bool, ap
     args, trainer.args.taken = trainer.args, True
     if kl is not None:
         excluded_ids(kl.kl_exclude_tokens, trainer._tokenizer)
-    reference = trainer.ref_model if own is None else own
-    if reference is not None and (own is not None or kl is not None):
-        model, policy = map(trainer.accelerator.unwrap_model, (reference, trainer.model))
+    ref_model = trainer.ref_model if own is None else own
+    if ref_model is not None and (own is not None or kl is not None):
+        model, policy = map(trainer.accelerator.unwrap_model, (ref_model, trainer.model))
         check_same_vocabulary(model, policy, larger=True)
         if output_size(model) != output_size(policy):  # padded further, or another family's
             name = model.config._name_or_path or "that was passed"
             check_tokens(teacher.tokenizer_of(name), trainer._tokenizer, name=name, who="reference")
     trainer.beta = float(args.beta)
-    if reference is not None and kl is not None and kl.reference_dtype is not None:
-        reference.to(getattr(torch, kl.reference_dtype))
+    if ref_model is not None and kl is not None and kl.reference_dtype is not None:
+        ref_model.to(getattr(torch, kl.reference_dtype))
     if own is not None:
-        trainer.ref_model = prepared_model(trainer, own)
+        trainer.ref_model = reference.prepared_model(trainer, own)
     if trainer.ref_model is not None:
-        follow_policy(trainer)
+        reference.follow_policy(trainer)
     record = None
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, DoctorCallback):
@@ -152,11 +135,10 @@ def join(trainer: TRLTrainer, kl: KLConfig | None, own: Any, *, chosen: bool, ap
         if isinstance(callback, ReportCallback):
             callback.trainer, record = trainer, callback
     source = "the model passed as ref_model" if chosen else "a frozen copy in memory" if own is not None else ""
-    wanted = getattr(args, "fast_scoring", False)
     trainer._klamp = Session.of(
         kl,
-        reference=ReferenceFacts(source, not (chosen or apart), exact_rows(trainer, kl)),
-        fast=FastScoring(required=wanted == "require") if wanted else None,
+        reference=ReferenceFacts(source, not (chosen or apart), reference.exact_rows(trainer, kl)),
+        fast=FastScoring() if getattr(args, "fast_scoring", False) else None,
         record=record,
         warned=Warned(step_zero=apart),
     )
@@ -188,14 +170,14 @@ def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any
         why="the KL that is attached takes the place of all of them",
         fix="build the trainer with trl.GRPOConfig, or with none of these fields set",
     )
-    check_arguments(kl, args, host=hook._host, loss_types=hook._loss_types, more=[twice])
+    grpo_config.check_arguments(kl, args, host=hook._host, loss_types=hook._loss_types, more=[twice])
     warn_without_kl(kl)
-    settle_reference(kl, args)
-    check_reference(kl, args, adapters=adapters, chosen=ref_model is not None)
+    grpo_config.settle_reference(kl, args)
+    grpo_config.check_reference(kl, args, adapters=adapters, chosen=ref_model is not None)
     args.beta = kl.beta
     own = ref_model
     if own is None and kl.needs_reference and trainer.ref_model is None and not adapters:
-        own = frozen_copy(trainer.accelerator.unwrap_model(trainer.model))
+        own = reference.frozen_copy(trainer.accelerator.unwrap_model(trainer.model))
     trainer.__class__ = type(f"KL{type(trainer).__name__}", (hook, type(trainer)), {})
     attached: Any = trainer
     join(attached, kl, own, chosen=ref_model is not None, apart=kl.reference == "adapter_off")
@@ -212,10 +194,10 @@ def read_effective(
     term = _stock(trainer, host, loss_types) if kl is None else _klamp(trainer, kl, loss_types)
     source = "" if session is None else session.reference.source
     return Effective(
-        host=told_version("trl", trainer),
+        host=host_version("trl", trainer),
         terms=tuple(filter(None, (term, teacher.effective_term(trainer)))),
         normalizer=f"{_average(trainer.loss_type, loss_types)} ({host}'s own, loss_type={trainer.loss_type!r})",
-        reference=describe_reference(trainer, source or f"loaded by {host}"),
+        reference=reference.describe_reference(trainer, source or f"loaded by {host}"),
         notes=_notes(trainer, session, host, loss_types),
     )
 
@@ -230,7 +212,7 @@ def _average(loss_type: str, loss_types: Mapping[str, Reduction | None]) -> str:
 def _price(trainer: TRLTrainer, beta: float, placement: Placement, loss_types: Mapping[str, Reduction | None]) -> str:
     if trainer.loss_type not in loss_types:
         return f"unknown: nothing is known of loss_type={trainer.loss_type!r}"
-    scale = reward_scale(trainer.args)
+    scale = grpo_config.reward_scale(trainer.args)
     if scale != "none" and not has_one_reward(trainer):
         return "unknown: each reward function is divided by a standard deviation of its own"
     price = price_in(trainer, beta, placement)
@@ -269,7 +251,7 @@ def _notes(
 ) -> tuple[str, ...]:
     args, used = trainer.args, trainer.beta != 0
     stock, fast = used and (session is None or session.kl is None), None if session is None else session.fast
-    liger = getattr(args, "use_liger_kernel", False) and liger_bypasses()
+    liger = getattr(args, "use_liger_kernel", False) and grpo_config.liger_bypasses()
     split = loss_types.get(trainer.loss_type, "unknown") is None
     return that_apply([
         (stock and trainer.importance_sampling_level == "sequence", f"{host} broadcasts the sequence's ratio onto "

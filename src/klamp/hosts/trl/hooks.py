@@ -9,26 +9,33 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from klamp.config import TRL_LOSS_TYPES
-from klamp.core.advantages import Baseline
-from klamp.core.types import Reduction
+from klamp.core.types import Advantages, Reduction
 from klamp.errors import KLWarning
-from klamp.hosts.common.coefficient import KL_SCALE, TEACHER, Coefficient, batch_of, check_once, gated_penalty
+from klamp.hosts.common.coefficient import (
+    KL_SCALE,
+    TEACHER,
+    Coefficient,
+    ShiftedInputs,
+    advantages_less_kl,
+    batch_of,
+    check_once,
+    gated_penalty,
+)
 from klamp.hosts.common.control import NEVER_ZERO, go_on_from
-from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
+from klamp.hosts.common.rollout import Generation, prepared
 from klamp.hosts.trl import fast_scoring, measure, reference, teacher
 from klamp.hosts.trl.session import Scoring, Session, TRLTrainer, load_state, mode_of, progress, save_state
 
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as HostTrainer
-else:
-    HostTrainer = object
+HostTrainer = cast(Any, object)
+"""The class of the trainer that comes after a mixin, so that `super()` is the host's."""
+REF = "ref_per_token_logps"
 
 
 class LossHook:
@@ -36,35 +43,50 @@ class LossHook:
 
     def __init__(self, trainer: TRLTrainer, inputs: Mapping[str, Any], beta: float) -> None:
         self.trainer, self.inputs, self.beta = trainer, inputs, beta
+        self.terms = trainer._klamp.terms(trainer, beta)
         self.scored: Scoring | None = None
         """The policy's log-probabilities in this loss; None: the loss has no KL, and made more or less than one."""
 
     @contextmanager
     def in_place(self) -> Iterator[Any]:
         """A context in which the host's loss has klamp's KL; gives the inputs for that loss."""
-        trainer, session = self.trainer, self.trainer._klamp
-        learns = fast_scoring.learning_rows(trainer, self.inputs, self.beta)
-        in_loss = session.teacher is not None and session.teacher.term.placement == "loss"
-        with session.calls.collected(learns) as scorings:
-            if session.has_kl or in_loss:
-                with self._as_coefficient(scorings) as inputs:
-                    yield inputs
-            else:
-                yield self.inputs
+        session = self.trainer._klamp
+        collected = session.calls.collected(fast_scoring.learning_rows(self.trainer, self.inputs, self.beta))
+        with collected as scorings, self._with_shift(scorings) as inputs, self._as_coefficient(scorings):
+            yield inputs
         if (self._is_referred and session.control is not None) or session.teacher is not None or len(scorings) == 1:
             self.scored = _only(scorings)
 
     @property
     def _is_referred(self) -> bool:
-        return self.inputs.get("ref_per_token_logps") is not None
+        return self.inputs.get(REF) is not None
 
     @contextmanager
-    def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[Any]:
-        trainer, outer = self.trainer, float(self.trainer.beta)
-        coefficient = trainer.beta = Coefficient(outer or NEVER_ZERO, lambda: self._penalty(_only(scorings)))
+    def _with_shift(self, scorings: list[Scoring]) -> Iterator[dict[str, Any]]:
+        """A context with the inputs of the loss; a KL in the advantage is that of the policy scored in the loss."""
+
+        def advantages() -> Advantages:
+            return advantages_less_kl(batch_of(self.inputs, _only(scorings).logprobs), self.terms)
+
         # TRL multiplies beta with a KL if it has a reference's numbers; without one the teacher's stand in for them
+        stand_in = {} if self._is_referred or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
+        inputs = {**self.inputs, **stand_in}
+        if not any(term.placement == "advantage" for _, term in self.terms):
+            yield inputs
+            return
+        shifted = ShiftedInputs(inputs, advantages)
+        yield shifted
+        check_once(shifted.uses, "reads of the advantages")
+
+    @contextmanager
+    def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[None]:
+        trainer, session, outer = self.trainer, self.trainer._klamp, float(self.trainer.beta)
+        if not session.has_kl and (session.teacher is None or session.teacher.term.placement != "loss"):
+            yield
+            return
+        coefficient = trainer.beta = Coefficient(outer or NEVER_ZERO, lambda: self._penalty(_only(scorings)))
         try:
-            yield self.inputs if self._is_referred else {**self.inputs, "ref_per_token_logps": self.inputs[TEACHER]}
+            yield
         finally:
             trainer.beta = outer
         check_once(coefficient.uses, "products of beta with a KL")
@@ -96,8 +118,6 @@ class KLMixin(HostTrainer):
     """How the KL gets into that loss."""
     _loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
     """How the host's loss types make tokens a number."""
-    _baseline: Baseline = "mean"
-    """What rewards are compared with; TRL's own is the mean of the group."""
     _never_exact: str = ""
 
     def _caution(self, text: str) -> None:
@@ -108,9 +128,9 @@ class KLMixin(HostTrainer):
         control = self._klamp.control
         if control is None:
             return float(self.beta)
-        now = progress(self)
-        self.beta = control.host_beta(*now)
-        return control.beta(*now)
+        beta = control.beta(*progress(self))
+        self.beta = max(beta, NEVER_ZERO) if control.kl.needs_reference else beta
+        return beta
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         session: Session = self._klamp
@@ -119,9 +139,10 @@ class KLMixin(HostTrainer):
         if fast is None:
             with reference.hidden_states(self, model, wanted=wanted) as states:
                 result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            hidden = reference.of_completions(states, result[0])
+            has_states = states and result[0] is not None  # Unsloth scores elsewhere
+            hidden = torch.cat(states)[:, -result[0].shape[1] - 1 : -1] if has_states else None
         else:
-            result, hidden = (*fast[:2], None), fast[2]
+            result, hidden = (fast["logprobs"], fast.get("entropy"), None), fast.get("hidden")
         if session.calls.scorings is not None:
             session.calls.scorings.append(Scoring(result[0], hidden, args, kwargs))
         return result
@@ -142,48 +163,40 @@ class KLMixin(HostTrainer):
         with session.calls.collected() as scorings, fast_scoring.prompts_once(self):
             output = super()._generate_and_score_completions(inputs)
         measure.watch_sampler(self, output)
+        if self._host == "TRL":
+            measure.watch_positions(self, output)
         if session.teacher is not None:
             teacher.keep_scores(self, inputs, output)
-        referred = session.control is not None and output.get("ref_per_token_logps") is not None
-        if not referred and session.teacher is None:
+        if session.control is None or output.get(REF) is None:
             return output
         old = self._old_scoring(output, scorings)
-        old_logprobs = None if old is None else old.logprobs
-        if session.control is not None and referred:
-            reference.keep_reference(self, output, scorings[-1].hidden)  # TRL scores the reference last
-            exact = None
-            if old is not None and session.term.value == "exact":
-                exact = reference.exact_kl_of(self, output, old.hidden)
-            generation = Generation(
-                inputs=output,
-                old_logprobs=old_logprobs,
-                exact_kl=None if exact is None else exact[0],
-                rows=inputs,
-                lengths=torch.tensor(session.rollout.lengths, device=output["completion_ids"].device),
-                group_size=measure.group_size(self),
-                accelerator=self.accelerator,
-                scorable=session.rollout.scorable,
-            )
-            reduction = self._loss_types[self.loss_type]
-            output = prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
-        if session.teacher is not None:
-            output["advantages"] = teacher.in_advantages(self, output, old_logprobs)
-        return output
+        reference.keep_reference(self, output, scorings[-1].hidden)  # TRL scores the reference last
+        exact = None
+        if old is not None and session.term.value == "exact":
+            exact = reference.exact_kl_of(self, output, old.hidden)
+        generation = Generation(
+            inputs=output,
+            old_logprobs=None if old is None else old.logprobs,
+            exact_kl=None if exact is None else exact[0],
+            rows=inputs,
+            lengths=torch.tensor(session.rollout.lengths, device=output["completion_ids"].device),
+            group_size=measure.group_size(self),
+            accelerator=self.accelerator,
+            scorable=session.rollout.scorable,
+        )
+        reduction = self._loss_types[self.loss_type]
+        return prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
 
     def _old_scoring(self, output: Any, scorings: list[Scoring]) -> Scoring | None:
         """The policy's scores before the batch's first update, from TRL if it made them."""
         session, old = self._klamp, output.get("old_per_token_logps")
         if old is not None:
             return next((scoring for scoring in scorings if scoring.logprobs is old), Scoring(old))
-        terms = [session.term] * (output.get("ref_per_token_logps") is not None)
-        terms += [] if session.teacher is None else [session.teacher.term]
-        if not any(map(needs_old_logprobs, terms)):
+        if session.term.clip_method == "none" and session.term.placement != "reward":  # nothing needs them
             return None
-        # the same tokens that the reference was asked for, or without one the teacher
-        last = scorings[-1] if scorings else None
-        args, options = ((), teacher.scoring_call(self, output)) if last is None else (last.positional, last.options)
+        last = scorings[-1]  # the same tokens that the reference was asked for
         with torch.no_grad(), session.calls.collected() as again:
-            self._get_per_token_logps_and_entropies(self.model, *args, **options)
+            self._get_per_token_logps_and_entropies(self.model, *last.positional, **last.options)
         return again[-1]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

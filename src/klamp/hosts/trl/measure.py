@@ -16,7 +16,7 @@ from klamp.errors import KLWarning
 from klamp.hosts.common.anchors import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.hosts.common.coefficient import batch_of, loss_mask
 from klamp.hosts.common.control import beta_metrics, held_kl, mean_spread
-from klamp.hosts.common.sampler_weights import SAME, SyncReport, check_sync
+from klamp.hosts.common.sampler_weights import COARSE, SAME, SyncReport, check_sync
 from klamp.hosts.common.step_metrics import repeated_pairs, reward_length_correlation
 from klamp.hosts.trl import teacher
 from klamp.hosts.trl.grpo_config import reward_scale
@@ -36,37 +36,40 @@ def group_size(trainer: TRLTrainer) -> int:
 
 
 def after_loss(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring, beta: float) -> None:
-    """Measure a micro-batch: completions for the report, the KL to the reference, the KL to the teacher."""
-    session = trainer._klamp
-    if session.record is not None:
-        session.record.take(inputs, scored.logprobs.detach())
-    if inputs.get("ref_per_token_logps") is not None:
-        _measure_kl(trainer, inputs, scored, beta)
-    if session.teacher is not None:
-        teacher.after_loss(trainer, inputs, scored.logprobs)
-
-
-def _measure_kl(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring, beta: float) -> None:
-    """Add a micro-batch to the measurements; at the end of an optimizer step log, check, and adjust beta."""
+    """Measure a micro-batch; at the end of an optimizer step log, check, and adjust beta."""
     session, mode = trainer._klamp, mode_of(trainer)
     batch, window = batch_of(inputs, scored.logprobs.detach()), session.windows[mode]
-    prepared = prepare(batch, session.term)
-    window.add(prepared)
-    with torch.no_grad():
-        exact = exact_kl_of(trainer, inputs, scored.hidden)
-    if exact is not None:
-        window.add_values("kl/exact", exact[0], exact[1] & prepared.carried)
-    if mode == "train" and not trainer.accelerator.sync_gradients:
+    has_reference = inputs.get("ref_per_token_logps") is not None
+    if session.record is not None:
+        session.record.take(inputs, batch.policy_logprobs)
+    if has_reference:
+        prepared = prepare(batch, session.term)
+        window.add(prepared)
+        with torch.no_grad():
+            exact = exact_kl_of(trainer, inputs, scored.hidden)
+        if exact is not None:
+            window.add_values("kl/exact", exact[0], exact[1] & prepared.carried)
+    if session.teacher is not None:
+        teacher.add_to(window, trainer, batch)
+    if not window.sums or (mode == "train" and not trainer.accelerator.sync_gradients):
         return
     metrics = window.emit(trainer.accelerator)
+    metrics |= {} if session.teacher is None else {"teacher/coef": session.teacher.coefficient(trainer)}
+    if has_reference:
+        _settle_beta(trainer, metrics, beta)
+    log(trainer, metrics)
+
+
+def _settle_beta(trainer: TRLTrainer, metrics: dict[str, float], beta: float) -> None:
+    """Add what there is to log of beta to a step's metrics; in training check its KL, and adjust beta."""
+    session = trainer._klamp
     price = price_in(trainer, beta, "loss" if session.kl is None else session.kl.kl_placement)
     metrics |= (beta_metrics if session.control is None else session.control.metrics)(price, session.rollout.spread)
     kl = held_kl(metrics, exact_everywhere=session.term.value == "exact")
-    if mode == "train" and kl is not None:
+    if mode_of(trainer) == "train" and kl is not None:
         _check_step_zero(trainer, metrics["kl/k3"])
         if session.control is not None:
             session.control.update(kl, metrics, session.rollout.rewards)
-    log(trainer, metrics)
 
 
 def price_in(trainer: TRLTrainer, beta: float, placement: Placement) -> Price:
@@ -74,7 +77,7 @@ def price_in(trainer: TRLTrainer, beta: float, placement: Placement) -> Price:
     return price_of(
         beta,
         placement=placement,
-        baseline=getattr(trainer, "_baseline", "mean"),
+        baseline="mean",
         scale="none" if reward_scale(trainer.args) == "none" else "std",
         group_size=max(group_size(trainer), 2),
     )
@@ -130,6 +133,37 @@ def watch_sampler(trainer: TRLTrainer, output: Any) -> None:
     warned.sync_gap = gap if report.in_sync else math.inf
     if not report.in_sync:
         trainer._caution(f"sampler and trainer are out of sync at step {trainer.state.global_step + 1}: {report}")
+
+
+@torch.no_grad()
+def watch_positions(trainer: TRLTrainer, output: Any) -> None:
+    """Warn once if padding in front of a prompt changes the log-probabilities that TRL gives to its completion."""
+    session, padding = trainer._klamp, (output["prompt_mask"] == 0).sum(-1)
+    is_fast = session.fast is not None and not session.fast.reason
+    if session.warned.positions or is_fast or "pixel_values" in output or not bool(padding.any()):
+        return
+    session.warned.positions = True
+    if weights_are_split(trainer):
+        return
+    row, call = int(padding.argmax()), teacher.scoring_call(trainer, output)
+    mask = output["completion_mask"][row].bool()
+
+    def scores(start: int) -> Tensor:
+        tokens = {name: call[name][row : row + 1, start:] for name in ("input_ids", "attention_mask")}
+        return trainer._get_per_token_logps_and_entropies(trainer.model, **{**call, **tokens})[0][0][mask].float()
+
+    was_training = trainer.model.training
+    trainer.model.eval()  # dropout would differ from pass to pass
+    gaps = (scores(0) - scores(int(padding[row]))).abs()
+    trainer.model.train(was_training)
+    is_low = next(trainer.model.parameters()).dtype.itemsize < 4 or trainer.accelerator.mixed_precision != "no"
+    if gaps.numel() and float(gaps.mean()) > (COARSE if is_low else SAME):
+        trainer._caution(
+            f"TRL scores prompts with padding in front at other positions than generation: a completion behind "
+            f"{int(padding[row])} padding tokens is up to {float(gaps.max()):.2g} nats per token off. The model has "
+            "positions that it learned, and TRL passes it none. Set fast_scoring=True, which passes them (it needs a "
+            "model that was loaded without dropout), or train on prompts of one length"
+        )
 
 
 def sync_report(trainer: TRLTrainer, output: Any) -> SyncReport:

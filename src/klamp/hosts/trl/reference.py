@@ -192,11 +192,6 @@ def hidden_states(trainer: TRLTrainer, model: Any, *, wanted: bool) -> Iterator[
         yield states
 
 
-def of_completions(states: list[Tensor], logprobs: Tensor | None) -> Tensor | None:
-    """The hidden states that these tokens were predicted from, [B, T, H]; None if a host (Unsloth) scores elsewhere."""
-    return None if not states or logprobs is None else torch.cat(states)[:, -logprobs.shape[1] - 1 : -1]
-
-
 def keep_reference(trainer: TRLTrainer, output: dict[str, Any], hidden: Tensor | None) -> None:
     """Put the reference's hidden states, for the measured rows, into a generation batch."""
     measured, size = trainer._klamp.reference.exact_rows, trainer.num_generations

@@ -3,60 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
-from klamp.core.term import KLTerm
+from klamp.core.term import KLTerm, Weighted
 from klamp.hosts.common.anchors import prefix_kl
 from klamp.hosts.common.control import KLControl, read_state
 from klamp.hosts.common.step_metrics import Window
 from klamp.scoring.model_parts import PrefixKL, Traits
 from klamp.scoring.vllm_reference import VLLMReference
 
-
-class TRLTrainer(Protocol):
-    """What klamp reads from a GRPO or distillation trainer of TRL's, klamp's or Unsloth's, and writes into it."""
-
-    accelerator: Any
-    args: Any  # TRL's arguments, with klamp's fields if they are klamp's
-    model: Any
-    ref_model: Any  # None: the policy with its adapter off, or no reference
-    state: Any
-    callback_handler: Any
-    train_dataset: Any
-    eval_dataset: Any
-    reward_funcs: Any
-    reward_func_names: Any
-    reward_weights: Any
-    beta: float  # the coefficient that the host multiplies its KL with
-    temperature: float
-    loss_type: str
-    num_generations: Any
-    top_entropy_quantile: float
-    aux_loss_enabled: bool
-    is_deepspeed_enabled: bool
-    is_fsdp_enabled: bool
-    add_callback: Callable[..., None]
-    is_world_process_zero: Callable[[], bool]
-    _tokenizer: Any
-    _metrics: dict[str, Any]  # mode (train or eval) -> name -> the values that the next logged row averages
-    _entropy_bonus_enabled: bool
-    _get_output_dir: Callable[..., Any]
-    _get_per_token_logps_and_entropies: Callable[..., Any]
-    _tokenize_prompts: Callable[..., Any]
-    # klamp's own, from `KLMixin`
-    _klamp: Session
-    _caution: Callable[[str], None]
-    _host_class: Callable[[str], type]
-    _refresh_beta: Callable[[], float]
-    _never_exact: str  # why no trainer of this class can have the exact KL; empty if one can
+TRLTrainer: TypeAlias = Any
+"""A GRPO or distillation trainer of TRL's, klamp's or Unsloth's: none of them has types that could be checked."""
 
 
 def mode_of(trainer: TRLTrainer) -> str:
@@ -117,6 +82,7 @@ class Warned:
     """What `measure` has warned of, or need not look at."""
 
     step_zero: bool = False  # the KL before the first update was looked at, or cannot be 0
+    positions: bool = False  # a batch with padding in front of a prompt was looked at
     sync_gap: float = 0.0  # of the sampler at the last look, nats per token; infinite: the user knows
 
 
@@ -132,7 +98,6 @@ class ReferenceFacts(NamedTuple):
 class FastScoring:
     """Whether and how klamp scores the completions of one of TRL's trainers."""
 
-    required: bool  # TRL's own scoring is refused
     reason: str = ""  # why it is not used at all; empty if it is
     traits: dict[int, Traits] = field(default_factory=dict)  # of each model, by the `id` of its innermost module
     reasons: set[str] = field(default_factory=set)  # the reasons that the user knows
@@ -149,11 +114,6 @@ class FastScoring:
         return f"completions are scored by klamp: {once}, no padding in the head, no logits held{first}{apart}"
 
 
-def new_windows() -> dict[str, Window]:
-    """The measurements of the present step in each mode, train and eval."""
-    return {mode: Window() for mode in ("train", "eval")}
-
-
 @dataclass
 class Teacher:
     """What a trainer keeps of its teacher."""
@@ -161,7 +121,6 @@ class Teacher:
     config: TeacherConfig
     model: Any = None  # None: the policy itself (with its adapter off), or a server
     server: VLLMReference | None = None  # None: a model scores
-    windows: dict[str, Window] = field(default_factory=new_windows)
     measured: tuple[Tensor, dict[str, Tensor]] | None = None  # the last KL at each prefix and its parts, [B, T]
 
     def __post_init__(self) -> None:
@@ -183,7 +142,8 @@ class Session:
     fast: FastScoring | None = None  # klamp's scorer in the place of TRL's; None: nobody asked for it
     teacher: Teacher | None = None  # whom a second KL holds the policy to; None: nobody
     record: Any = None  # the `ReportCallback` that writes completions; None: nobody asked for one
-    windows: dict[str, Window] = field(default_factory=new_windows)
+    windows: dict[str, Window] = field(default_factory=lambda: {"train": Window(), "eval": Window()})
+    """The measurements of the present step in each mode."""
     rollout: LastRollout = field(default_factory=LastRollout)
     warned: Warned = field(default_factory=Warned)
     calls: Calls = field(default_factory=Calls)
@@ -203,6 +163,12 @@ class Session:
     def has_kl(self) -> bool:
         """Whether klamp's KL to a reference is asked for, or its measurement."""
         return self.kl is not None and self.kl.needs_reference
+
+    def terms(self, trainer: Any, beta: float) -> tuple[Weighted, ...]:
+        """klamp's KLs with the coefficients in force; `beta` is that of the reference."""
+        own = (Weighted(beta, self.term),) if self.has_kl else ()
+        teacher = self.teacher
+        return own if teacher is None else (*own, Weighted(teacher.coefficient(trainer), teacher.term))
 
     @property
     def needs_hidden(self) -> bool:

@@ -13,24 +13,18 @@ from transformers import AutoTokenizer
 from trl.trainer import grpo_trainer
 
 from klamp.config.teacher import TeacherConfig
-from klamp.core.penalty import shifted_advantages, token_penalty
+from klamp.core.penalty import token_penalty
 from klamp.core.term import prepare
-from klamp.core.types import Batch
+from klamp.core.types import BOUND_IT, FORBIDDEN, Batch, check_logprobs
 from klamp.errors import refuse
 from klamp.hosts.common.anchors import check_tokens, no_prompt
-from klamp.hosts.common.coefficient import TEACHER, batch_of
+from klamp.hosts.common.coefficient import TEACHER, batch_of, loss_mask
 from klamp.hosts.common.effective import EffectiveTerm
+from klamp.hosts.common.step_metrics import Window
+from klamp.hosts.trl import reference
 from klamp.hosts.trl.fast_scoring import ScoringCall
 from klamp.hosts.trl.grpo_config import needs_adapter
-from klamp.hosts.trl.reference import (
-    check_folder,
-    no_sum,
-    plain_model,
-    predicted,
-    prepared_model,
-    why_no_head,
-)
-from klamp.hosts.trl.session import Scoring, Teacher, TRLTrainer, log, mode_of, session_of
+from klamp.hosts.trl.session import Scoring, Teacher, TRLTrainer, session_of
 from klamp.scoring.model_parts import Predictions, PrefixKL, Told, check_same_vocabulary, prefix_divergence
 from klamp.scoring.vllm_reference import PROBES, VLLMReference, connect
 
@@ -46,17 +40,17 @@ def join(trainer: TRLTrainer, config: TeacherConfig, model: Any) -> Teacher:
         teacher = Teacher(config, server=_server(trainer, config))
     elif config.kind == "frozen":
         if model is None:
-            check_folder(config.teacher_model)
+            reference.check_folder(config.teacher_model)
             options: dict[str, Any] = {"dtype": next(policy.parameters()).dtype}
             model = grpo_trainer.create_model_from_path(cast(str, config.teacher_model), **options)
             check_tokens(tokenizer_of(config.teacher_model), trainer._tokenizer, name=str(config.teacher_model))
         check_same_vocabulary(model, policy, who="teacher", larger=True)
-        teacher = Teacher(config, prepared_model(trainer, model))
+        teacher = Teacher(config, reference.prepared_model(trainer, model))
     else:
         teacher = Teacher(config)
     for scoring_model in [trainer.model, teacher.model] if teacher.prefixes is not None else []:
-        if scoring_model is not None and (reason := why_no_head(trainer, scoring_model)):
-            raise no_sum("teacher_estimator", config.teacher_estimator, trainer, reason)
+        if scoring_model is not None and (reason := reference.why_no_head(trainer, scoring_model)):
+            raise reference.no_sum("teacher_estimator", config.teacher_estimator, trainer, reason)
     return teacher
 
 
@@ -86,7 +80,7 @@ def _server(trainer: TRLTrainer, config: TeacherConfig) -> VLLMReference:
 @torch.no_grad()
 def keep_scores(trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], output: dict[str, Any]) -> None:
     """Score a generation batch with the teacher, behind the prompts that it sees; the scores travel with the batch."""
-    teacher = _teacher(trainer)
+    teacher = trainer._klamp.teacher
     call = scoring_call(trainer, output, _own_prompts(trainer, rows, output["prompt_ids"].device))
     if teacher.server is not None:
         scores = teacher.server.score(ScoringCall(**call).completions(), temperature=trainer.temperature)
@@ -97,11 +91,9 @@ def keep_scores(trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], output: 
         with policy.disable_adapter() if off else nullcontext(), trainer._klamp.calls.collected() as scorings:
             logprobs = trainer._get_per_token_logps_and_entropies(model, **call)[0].detach()
         predictions = None if teacher.prefixes is None else cast(Tensor, scorings[-1].hidden).clone()
+    is_bounded = (logprobs <= FORBIDDEN) & (teacher.term.max_log_ratio is not None)
+    check_logprobs("teacher_logprobs", logprobs, loss_mask(output) & ~is_bounded, fix=BOUND_IT)
     output |= {TEACHER: logprobs} | ({} if predictions is None else {PREDICTED: predictions})
-
-
-def _teacher(trainer: TRLTrainer) -> Teacher:
-    return cast(Teacher, trainer._klamp.teacher)
 
 
 def scoring_call(
@@ -128,23 +120,12 @@ def _own_prompts(
     trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
     """The teacher's prompts, padded on the left: ids and mask, [B, P]; None: they are the policy's."""
-    column = _teacher(trainer).config.teacher_prompt
+    column = trainer._klamp.teacher.config.teacher_prompt
     if not column:
         return None
     prompts = [torch.tensor(ids, device=device) for ids in _ids(trainer, rows, column)]
     mask = grpo_trainer.pad([torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left")
     return grpo_trainer.pad(prompts, padding_value=trainer._tokenizer.pad_token_id, padding_side="left"), mask
-
-
-def in_advantages(trainer: TRLTrainer, inputs: Mapping[str, Any], old_logprobs: Tensor | None) -> Tensor:
-    """The advantages of a generation batch, with the KL to the teacher if it enters there. [B] or [B, T]"""
-    teacher = _teacher(trainer)
-    coefficient = teacher.coefficient(trainer)
-    if teacher.term.placement != "advantage" or coefficient == 0:
-        return inputs["advantages"]
-    assert old_logprobs is not None
-    prepared = prepare(batch_of(inputs, old_logprobs), teacher.term)
-    return shifted_advantages(inputs["advantages"], prepared, beta=coefficient)
 
 
 def penalty(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring) -> Tensor | float:
@@ -163,17 +144,18 @@ def _at_prefixes(
     trainer: TRLTrainer, inputs: Mapping[str, Any], batch: Batch, hidden: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The KL to the teacher at each prefix that is trained on, 0 elsewhere, and its parts. [B, T] each"""
-    teacher = _teacher(trainer)
+    teacher = trainer._klamp.teacher
     where, values = batch.mask, inputs[PREDICTED][batch.mask]
-    policy_model = plain_model(trainer, trainer.model)
+    policy_model = reference.plain_model(trainer, trainer.model)
     if teacher.server is not None:
         anchor: Predictions = Told(values=values, head=None)
     else:
-        anchor = predicted(policy_model if teacher.model is None else plain_model(trainer, teacher.model), values)
+        model = trainer.model if teacher.model is None else teacher.model
+        anchor = reference.predicted(reference.plain_model(trainer, model), values)
     weight = None
     if teacher.config.teacher_off_policy != "none":
         weight = (batch.policy_logprobs.detach() - cast(Tensor, batch.logprobs_of("sampler")))[where]
-    policy, ids = predicted(policy_model, hidden[where]), inputs["completion_ids"][where]
+    policy, ids = reference.predicted(policy_model, hidden[where]), inputs["completion_ids"][where]
     options = {"temperature": trainer.temperature, "log_weight": weight}
     kl, parts = prefix_divergence(policy, anchor, ids, cast(PrefixKL, teacher.prefixes), **options)
     blank = torch.zeros(where.shape, dtype=kl.dtype, device=kl.device)
@@ -182,18 +164,15 @@ def _at_prefixes(
     }
 
 
-def after_loss(trainer: TRLTrainer, inputs: Mapping[str, Any], policy_logprobs: Tensor) -> None:
-    """Add a micro-batch to the measurements; at the end of an optimizer step log them."""
-    teacher, mode = _teacher(trainer), mode_of(trainer)
-    window, batch = teacher.windows[mode], batch_of(inputs, policy_logprobs.detach())
+def add_to(window: Window, trainer: TRLTrainer, batch: Batch) -> None:
+    """Add the KL to the teacher of a micro-batch to the measurements."""
+    teacher = trainer._klamp.teacher
     if teacher.measured is not None:
         kl, parts = teacher.measured
         batch = batch.with_anchor("teacher", kl=kl)
         for name, values in parts.items():
             window.add_values(f"teacher/{name}", values, batch.mask)
     window.add(prepare(batch, teacher.term))
-    if mode == "eval" or trainer.accelerator.sync_gradients:
-        log(trainer, window.emit(trainer.accelerator) | {"teacher/coef": teacher.coefficient(trainer)})
 
 
 def effective_term(trainer: TRLTrainer) -> EffectiveTerm | None:

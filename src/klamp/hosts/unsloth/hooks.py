@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +17,16 @@ from klamp.core.masking import masked_log_ratio, masked_mean
 from klamp.core.term import scored_by
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError, UnsupportedVersion
-from klamp.hosts.common.coefficient import KL_SCALE, batch_of, check_once, gated_penalty, stopped_calling
+from klamp.hosts.common.coefficient import (
+    KL_SCALE,
+    advantages_less_kl,
+    batch_of,
+    check_once,
+    gated_penalty,
+    stopped_calling,
+)
 from klamp.hosts.common.effective import Effective
-from klamp.hosts.common.versions import check_version, told_version
+from klamp.hosts.common.versions import check_version, host_version
 from klamp.hosts.trl.checking import Listener
 from klamp.hosts.trl.grpo_config import host_class
 from klamp.hosts.trl.grpo_trainer import read_effective
@@ -78,17 +85,13 @@ class Step(LossHook):
         check_once(stand_in.calls, "calls", host="Unsloth")
 
     def as_scored(self) -> dict[str, Any]:
-        """The micro-batch in Unsloth's columns, advantages of single tokens included."""
+        """The micro-batch in Unsloth's columns."""
         inputs = dict(self.inputs)
         own = {name: inputs.pop(f"klamp_{name}", None) for name in (*SCORED, "completion_mask")}
-        inputs |= {name: values for name, values in own.items() if values is not None}
-        if inputs["advantages"].dim() == 2:
-            columns = _columns(self.trainer, inputs, inputs["ref_per_token_logps"])
-            inputs["advantages"] = columns.put(inputs["advantages"])
-        return inputs
+        return inputs | {name: values for name, values in own.items() if values is not None}
 
     def adds(self, call: Call) -> Added:
-        """The KL of the tokens that Unsloth is about to train on."""
+        """The KL of the tokens that Unsloth is about to train on, in its loss or in their advantages."""
         columns = _columns(self.trainer, self.inputs, call.new)
         columns.check(self.inputs, call.input_ids, call.mask)
         policy = columns.take(call.new)
@@ -104,7 +107,9 @@ class Step(LossHook):
         term, tokens = self.trainer._klamp.term, None
         if self.beta > 0 and term.placement == "loss":
             tokens = columns.put(self.beta * gated_penalty(batch, term, self.inputs.get(KL_SCALE)))
-        return Added(tokens, call.advantages, _host_mean(batch))
+        advantages = advantages_less_kl(batch, self.terms)
+        own = advantages is batch.advantages
+        return Added(tokens, call.advantages if own else columns.put(advantages), _host_mean(batch))
 
 
 class UnslothMixin(KLMixin, ByPosition):
@@ -141,8 +146,7 @@ def unsloth_hook(trainer: Any) -> type[UnslothMixin]:
     """The class that must come before Unsloth's trainer class; refuses an Unsloth that does not fit."""
     check_version("unsloth_zoo")
     check_version("unsloth")
-    host: Any = host_class(type(trainer))
-    loss_function(host)
+    loss_function(cast(type, host_class(type(trainer))))
     return UnslothMixin
 
 
@@ -155,7 +159,7 @@ def read_effective_on_unsloth(trainer: Any) -> Effective:
     in_force = read_effective(trainer, host="Unsloth", loss_types=LOSS_TYPES)
     own = any(term.term == "Unsloth's own" for term in in_force.terms)
     note = f"{K3_STOPS}, and nothing says so" if own else f"{K3_STOPS}; klamp's KL has none of these clamps"
-    return replace(in_force, host=f"{told_version('unsloth')}, {in_force.host}", notes=(*in_force.notes, note))
+    return replace(in_force, host=f"{host_version('unsloth')}, {in_force.host}", notes=(*in_force.notes, note))
 
 
 def listen(listener: Listener) -> None:

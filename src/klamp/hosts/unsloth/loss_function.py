@@ -54,8 +54,7 @@ class Call(NamedTuple):
 class Added(NamedTuple):
     """What klamp adds to one loss of Unsloth's."""
 
-    tokens: Tensor | None
-    """beta times the penalty of each token in Unsloth's columns, with its gradient; None: nothing. [B, W]"""
+    tokens: Tensor | None  # [B, W] beta times the penalty in Unsloth's columns, with its gradient; None: nothing
     advantages: Tensor  # [B] advantages, or [B, W] where the KL shifts them
     mean_kl: Tensor  # what Unsloth logs as `kl`: a detached scalar
 

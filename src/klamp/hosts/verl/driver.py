@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from klamp.config.loss import Price
-from klamp.core.term import prepare
+from klamp.core.term import Weighted, prepare
 from klamp.errors import ConfigError, KLWarning
-from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
+from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, advantages_less_kl
 from klamp.hosts.common.control import KLControl, held_kl, mean_spread, read_state
 from klamp.hosts.common.rollout import Alone, Generation, prepared
 from klamp.hosts.common.step_metrics import Window
@@ -36,7 +36,16 @@ STATE = "klamp_state.json"
 """The file in a checkpoint of verl's that holds what klamp has to continue from."""
 SAMPLER = "rollout_log_probs"
 """verl's column of what the engine reported; not every engine does."""
-READ = ("uid", "responses", "response_mask", "rm_scores", "old_log_probs", "ref_log_prob", "advantages", SAMPLER)
+NAMES = {
+    "responses": "completion_ids",
+    "response_mask": "completion_mask",
+    "ref_log_prob": "ref_per_token_logps",
+    "old_log_probs": "old_per_token_logps",
+    SAMPLER: "sampling_per_token_logps",
+    "advantages": "advantages",
+}
+"""verl's columns -> what `batch_of` calls them."""
+READ = (*NAMES, "uid", "rm_scores")
 BETA = "klamp_beta"
 """The coefficient in force; a number in every row."""
 PER_ROW = (BETA, KL_SCALE, GATE_KL, REFERENCE_LENGTH)
@@ -49,22 +58,17 @@ class StepSettings:
 
     loss_agg_mode: str
     group_size: int
-    beta: float
-    """The coefficient in force."""
-    price: Price | None
-    """At that coefficient; None: not known for these advantages."""
-    leave_one_out: bool
-    """Whether a completion's advantage leaves its own reward out of what it is compared with."""
+    beta: float  # the coefficient in force
+    price: Price | None  # at that coefficient; None: not known for these advantages
+    leave_one_out: bool  # whether a completion is compared with the others of its group alone
 
 
 class Driver:
     """Settles what a KL needs a whole batch for, and keeps its controller with verl's checkpoints.
 
-    verl makes one in its trainer where `trainer.checkpoint_callback_class=klamp.verl.Driver`, which `overrides` sets.
-    After the advantages are formed it adds to the batch what the loss in the workers needs: beta of the step, the
-    tokens that carry the KL, the KL and reference length of each completion's clip; with the KL in the reward or the
-    advantage it shifts the advantages. The KL of the step that the controller goes by is that of the
-    policy which the updates begin with. Its measurements join verl's metrics, under klamp's names.
+    `overrides` sets `trainer.checkpoint_callback_class=klamp.verl.Driver`. After the advantages are formed it adds to
+    the batch what the loss in the workers needs, shifts the advantages by a KL in the reward or the advantage, and
+    measures the KL of the policy that the updates begin with, for the controller and verl's metrics.
 
     Args:
         config: verl's whole configuration.
@@ -95,7 +99,7 @@ class Driver:
         prompts = [None if tag.get("is_padding", False) else str(uid) for uid, tag in pairs]
         added, measured = columns(sampled, prompts, self.control, trainer.tokenizer, self._settings(beta))
         if mask.is_nested:
-            added = _nested(added, mask)
+            added = nested(added, mask)
         metrics.update(measured)
         fields = importlib.import_module("tensordict").TensorDict(added, batch_size=len(batch))
         return queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
@@ -157,7 +161,7 @@ def _control(config: Any) -> KLControl | None:
     return KLControl(kl) if is_driven(kl) else None
 
 
-def _nested(added: Mapping[str, Tensor], mask: Any) -> dict[str, Tensor]:
+def nested(added: Mapping[str, Tensor], mask: Any) -> dict[str, Tensor]:
     """Per-token columns without padding, as verl's queue has them."""
     lengths = mask.offsets().diff().tolist()
 
@@ -196,17 +200,22 @@ def columns(
     tokenizer: Any,
     settings: StepSettings,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What is added to the batch in the order of its rows, and what was measured, by klamp's names.
+    """What is added to the rows of verl's batch, and the metrics; the controller takes in the KL of the step.
 
-    `sampled` are verl's columns of the whole batch, padded at the right, [B, T] (`rm_scores` also [B]), `prompts` its
-    uid of each row, None for the rows that verl has filled it up with; those carry no KL. Advantages are added where
-    the KL shifts them. The controller takes in the KL of the step.
+    `sampled` are verl's columns, padded at the right, [B, T] (`rm_scores` also [B]); `prompts` the uid of each row,
+    None for the rows that verl fills a batch up with, which carry no KL.
     """
     order = by_prompt(prompts, settings.group_size)
     generation = _generation(sampled, order, settings.group_size)
     reduction = REDUCTIONS.get(settings.loss_agg_mode)
-    inputs = prepared(generation, control, tokenizer, beta=_taken(control, settings), reduction=reduction)
-    metrics = _measured(generation, inputs, control)
+    coefficient = settings.beta
+    if control.kl.kl_placement == "reward" and settings.leave_one_out:  # the group's mean has the completion's own KL
+        coefficient *= settings.group_size / (settings.group_size - 1)
+    inputs = prepared(generation, control, tokenizer, beta=coefficient, reduction=reduction)
+    term, batch = control.kl.build_term(), replace(generation, inputs=inputs).batch()
+    window = Window()
+    window.add(prepare(batch, term))
+    metrics = window.emit(Alone())
     scores = sampled["rm_scores"][order]
     rewards = (scores.sum(-1) if scores.ndim == 2 else scores).view(-1, settings.group_size)
     metrics |= control.metrics(settings.price or Price(beta=settings.beta), mean_spread(rewards.double()))
@@ -217,7 +226,7 @@ def columns(
         control.update(kl, metrics, rewards)
     added = {name: inputs[name] for name in (*PER_ROW, *PER_TOKEN) if name in inputs}
     if control.kl.kl_placement != "loss":
-        shifted = inputs["advantages"]
+        shifted = advantages_less_kl(batch, [Weighted(settings.beta, term)])
         shifted = shifted if shifted.ndim == 2 else shifted.unsqueeze(-1)
         added["advantages"] = shifted * generation.inputs["completion_mask"]
     added[BETA] = torch.full((len(order),), settings.beta, dtype=torch.float64)
@@ -238,13 +247,6 @@ def by_prompt(prompts: Sequence[str | None], group_size: int) -> Tensor:
     return torch.tensor([row for _, row in pairs])
 
 
-def _taken(control: KLControl, settings: StepSettings) -> float:
-    """What `prepared` takes a completion's KL times: it compares with the mean of the group, own KL included."""
-    if control.kl.kl_placement == "reward" and settings.leave_one_out:
-        return settings.beta * settings.group_size / (settings.group_size - 1)
-    return settings.beta
-
-
 def _for_all_rows(name: str, column: Tensor, order: Tensor, sampled: Mapping[str, Tensor]) -> Tensor:
     """A column of the rows in `order` in the whole batch; the other rows carry no KL."""
     filling = torch.zeros_like(column[:1]) if name in PER_TOKEN else column[:1]
@@ -254,27 +256,12 @@ def _for_all_rows(name: str, column: Tensor, order: Tensor, sampled: Mapping[str
 
 
 def _generation(sampled: Mapping[str, Tensor], order: Tensor, group_size: int) -> Generation:
-    mask, old = sampled["response_mask"][order].bool(), sampled["old_log_probs"][order]
-    reported = sampled.get(SAMPLER)
-    inputs = {
-        "completion_ids": sampled["responses"][order],
-        "completion_mask": mask,
-        "ref_per_token_logps": sampled["ref_log_prob"][order],
-        "old_per_token_logps": old,
-        "sampling_per_token_logps": None if reported is None else reported[order],
-        "advantages": sampled["advantages"][order],
-    }
+    inputs = {name: sampled[column][order] for column, name in NAMES.items() if column in sampled}
     return Generation(
         inputs=inputs,
-        old_logprobs=old,
+        old_logprobs=inputs["old_per_token_logps"],
         rows=[{}] * len(order),
-        lengths=mask.sum(-1),
+        lengths=inputs["completion_mask"].sum(-1),
         group_size=group_size,
         accelerator=Alone(),
     )
-
-
-def _measured(generation: Generation, inputs: Mapping[str, Any], control: KLControl) -> dict[str, float]:
-    batch, term, window = replace(generation, inputs=inputs).batch(), control.kl.build_term(), Window()
-    window.add(prepare(batch, term))
-    return window.emit(Alone())

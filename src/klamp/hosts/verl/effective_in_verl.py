@@ -14,7 +14,7 @@ from klamp.core.term import Placement
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KlampError
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
-from klamp.hosts.common.versions import told_version
+from klamp.hosts.common.versions import host_version
 from klamp.hosts.verl.overrides import is_driven, is_ours, loss_kl, teacher_of
 
 BASELINES: Mapping[str, Baseline] = {"grpo": "mean", "rloo": "leave_one_out"}
@@ -89,7 +89,7 @@ def _effective(config: Any) -> Effective:
     terms = ((_in_loss, in_loss), (_in_reward, in_reward), (_to_teacher, distills))
     notes = [*_notes(config, in_loss, in_reward), *(_teacher_notes(config, in_loss) if distills else ())]
     return Effective(
-        host=told_version("verl"),
+        host=host_version("verl"),
         terms=tuple(term(config) for term, is_asked in terms if is_asked),
         normalizer=f"{_average(mode)} (loss_agg_mode={mode})",
         reference=reference if in_loss or in_reward else "none: use_kl_loss and use_kl_in_reward are off",

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,29 +21,26 @@ from torch import Tensor
 from klamp.audit.micro_batch import check as check_loss
 from klamp.audit.verdict import Verdict
 from klamp.config.teacher import Tail, TeacherConfig
-from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import masked_log_ratio, masked_sum
-from klamp.core.penalty import token_penalty
-from klamp.core.term import prepare
+from klamp.core.penalty import kl_metrics, token_penalty
+from klamp.core.term import Prepared, Weighted, prepare
 from klamp.core.topk import topk_kl
-from klamp.core.types import Batch, Scored, held_anchors
+from klamp.core.types import Batch, Scored, check_logprobs
 from klamp.errors import ConfigError
-from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
+from klamp.hosts.common.coefficient import KL_SCALE, advantages_less_kl, batch_of, gated_penalty
 from klamp.hosts.common.versions import check_version, out_of_range
-from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN, SAMPLER
+from klamp.hosts.verl.driver import BETA, NAMES, PER_ROW, PER_TOKEN, SAMPLER, nested
 from klamp.hosts.verl.overrides import is_ours, loss_kl, named, needs_driver, teacher_of
 
 LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
 DISTILLATION = "verl.trainer.distillation.losses"
 PADDING, METRIC = "verl.workers.utils.padding", "verl.utils.metric"
 ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
-MASK, OLD = "response_mask", "old_log_probs"
-IN_LOSS = (MASK, OLD, *PER_ROW, *PER_TOKEN)
+MASK, OLD, REF, ADVANTAGES = "response_mask", "old_log_probs", "ref_log_prob", "advantages"
+IN_LOSS = (MASK, OLD, REF, ADVANTAGES, *PER_ROW, *PER_TOKEN)
 """What the KL in the loss may need of the actor's batch."""
 AT = (1, 10, 100, 1000)
 """The micro-batches of a process that are checked: in the first one the policy is the reference."""
 VERDICTS: list[Verdict] = []
-Penalty: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
 
 _batch: dict[str, Tensor] = {}
 """The batch of the actor's loss that is being computed, padded."""
@@ -108,18 +105,16 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
         )
     if term.placement != "loss":
         return torch.zeros_like(logprob)
-    batch = Batch(
-        policy_logprobs=logprob,
-        mask=_batch[MASK],
-        advantages=torch.zeros_like(logprob),
-        old_logprobs=_batch[OLD],
-        anchors=held_anchors(ref_logprob, _batch[OLD], mask=_batch.get(KL_MASK), gate=_batch.get(GATE_KL)),
-        reference_length=_batch.get(REFERENCE_LENGTH),
-    )
-    return gated_penalty(batch, term, _batch.get(KL_SCALE))
+    return gated_penalty(_scored_batch(logprob, ref_logprob), term, _batch.get(KL_SCALE))
 
 
-def _by_name(original: Penalty) -> Penalty:
+def _scored_batch(policy: Tensor, ref: Tensor) -> Batch:
+    """The batch of the actor's loss in klamp's words, under a policy."""
+    inputs = {NAMES.get(name, name): values for name, values in _batch.items()}
+    return batch_of({ADVANTAGES: torch.zeros_like(policy), **inputs, NAMES[REF]: ref}, policy)
+
+
+def _by_name(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         chosen = penalty_in_loss if is_ours(kl_penalty) else original
         return chosen(logprob, ref_logprob, kl_penalty)
@@ -140,6 +135,9 @@ def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             if BETA in _batch:
                 config = copy.copy(config)  # verl's settings cannot be written to
                 object.__setattr__(config, "kl_loss_coef", float(padded[BETA][0]))
+                data = _of_this_policy(
+                    data, model_output, Weighted(config.kl_loss_coef, loss_kl(config.kl_loss_type).build_term())
+                )
             return original(config, model_output, data, dp_group)
         finally:
             _batch.clear()
@@ -147,14 +145,20 @@ def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     return ppo_loss
 
 
+def _of_this_policy(data: Any, model_output: Mapping[str, Any], weighted: Weighted) -> Any:
+    """The micro-batch with the KL of the policy that is trained now in its advantages; the driver put the old one's."""
+    if weighted.term.placement != "advantage":
+        return data
+    policy = importlib.import_module(PADDING).no_padding_2_padding(model_output["log_probs"], data).detach()
+    now, before = (advantages_less_kl(_scored_batch(x, _batch[REF]), [weighted]) for x in (policy, _batch[OLD]))
+    shifted = {ADVANTAGES: (_batch[ADVANTAGES] + now - before) * _batch[MASK]}
+    return data.copy().update(nested(shifted, data[MASK]) if data[MASK].is_nested else shifted)
+
+
 def kl_to_teacher(
     *, config: Any, distillation_config: Any, model_output: Mapping[str, Any], data: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    """klamp's KL to the teacher per token, in nats, and metrics; verl masks and averages it. [B, T]
-
-    verl weighs it by `distillation_loss_coef` beside its policy loss. Where it trains on the teacher alone its weight
-    is 1 whatever was asked for, so that the coefficient is put in here.
-    """
+    """klamp's KL to the teacher per token, in nats, [B, T], and metrics; verl masks, averages and weighs it."""
     options = distillation_config.distillation_loss
     if options.use_policy_gradient:
         raise ConfigError(
@@ -165,22 +169,19 @@ def kl_to_teacher(
         )
     teacher = teacher_of(options.loss_mode)
     batch, coefficient = _distilled(teacher, model_output, data), options.distillation_loss_coef
-    penalty = token_penalty(prepare(batch, teacher.build_term()))
-    metrics = _teacher_metrics(batch, data) | {"teacher/coef": coefficient}
+    prepared = prepare(batch, teacher.build_term())
+    penalty, metrics = token_penalty(prepared), _teacher_metrics(prepared, data) | {"teacher/coef": coefficient}
+    # where verl trains on the teacher alone, its own weight is 1
     return penalty if options.use_task_rewards else penalty * coefficient, metrics
 
 
-def _teacher_metrics(batch: Batch, data: Any) -> dict[str, Any]:
+def _teacher_metrics(prepared: Prepared, data: Any) -> dict[str, Any]:
     """Means over the tokens of verl's mini-batch, each micro-batch's part of them, under klamp's names."""
-    scored = batch.anchors["teacher"]
-    if scored.kl is not None:
-        values = {"teacher/kl": scored.kl}
-    else:
-        k1 = masked_log_ratio(batch.policy_logprobs, scored.logprobs, batch.mask)
-        values = {"teacher/k1": k1, "teacher/kl": ESTIMATORS["k3"].value(k1)}
-    share = data["dp_size"] / (data["batch_num_tokens"] or batch.mask.sum())
+    count, means = prepared.batch.mask.sum(), kl_metrics(prepared)
+    names = ("teacher/kl",) if prepared.scored.kl is not None else ("teacher/k1", "teacher/kl")
+    share = data["dp_size"] * count / (data["batch_num_tokens"] or count)
     metric: Any = importlib.import_module(METRIC).Metric
-    return {name: metric("sum", masked_sum(value, batch.mask) * share) for name, value in values.items()}
+    return {name: metric("sum", means[name] * share) for name in names}
 
 
 def _distilled(teacher: TeacherConfig, model_output: Mapping[str, Any], data: Any) -> Batch:
@@ -196,6 +197,7 @@ def _distilled(teacher: TeacherConfig, model_output: Mapping[str, Any], data: An
         policy, scored = torch.zeros_like(kl), torch.zeros_like(kl)  # read by no KL over a head
     else:
         policy, scored = responses(model_output["log_probs"]), responses(data["teacher_logprobs"]).squeeze(-1)
+        check_logprobs("teacher_logprobs", scored, mask.bool())
         if teacher.teacher_estimator == "topk":  # a head of no tokens: from the sampled one alone
             weight, no_head = policy.detach() - old, policy.unsqueeze(-1)[..., :0]
             options: Any = {"log_weight": None if teacher.teacher_off_policy == "none" else weight}
@@ -233,7 +235,7 @@ def checked(ppo_loss: Callable[..., Any]) -> Callable[..., Any]:
         if calls not in AT:
             return ppo_loss(config, model_output, data, dp_group)
         padded, scores = losses.no_padding_2_padding, list[Any]()
-        losses.no_padding_2_padding = lambda *given: scores.append(padded(*given)) or scores[-1]
+        losses.no_padding_2_padding = lambda *values: scores.append(padded(*values)) or scores[-1]
         try:
             result = ppo_loss(config, model_output, data, dp_group)
         finally:
@@ -253,7 +255,7 @@ def _verdict(config: Any, loss: Any, policy: Any, data: Any) -> Verdict:
     names |= {"responses": "ids"} | ({"ref_log_prob": "ref_logprobs"} if config.use_kl_loss else {})
     columns = data.select(*names, BETA, strict=False).to_padded_tensor()
     beta = float(columns[BETA][0]) if BETA in columns else config.kl_loss_coef
-    options: dict[str, Any] = {ours: columns[theirs] for theirs, ours in names.items() if theirs in columns}
+    options: dict[str, Any] = {name: columns[column] for column, name in names.items() if column in columns}
     options |= {"beta": beta, "kl_in": "loss"} if config.use_kl_loss else {}
     clip = (config.clip_ratio_low, config.clip_ratio_high)
     return check_loss(loss, policy_logprobs=policy, clip=clip, once=False, host="verl", **options)

@@ -54,23 +54,14 @@ def is_ours(name: object) -> bool:
 
 def name_of(kl: KLConfig | TeacherConfig, places: Iterable[str]) -> str:
     """The name for those fields of a KL that a place can hold; fields with their default are left out."""
-    changed = [f"{field}={getattr(kl, field)}" for field in places if _is_changed(kl, field)]
+    values = {field: getattr(kl, field) for field in places}
+    changed = [f"{field}={value}" for field, value in values.items() if value != getattr(type(kl), field)]
     return f"{PREFIX}:{','.join(changed)}" if changed else PREFIX
-
-
-def _is_changed(config: KLConfig | TeacherConfig, field: str) -> bool:
-    return getattr(config, field) != getattr(type(config), field)
 
 
 @functools.cache
 def loss_kl(name: str, beta: float = KLConfig.beta) -> KLConfig:
-    """The KL that a name in the place of `kl_loss_type` stands for; beta is verl's `kl_loss_coef`.
-
-    The fields behind the colon are written as the arguments of a call in Python; a bare word is a text.
-
-    Raises:
-        ConfigError: the name cannot be read, names an unknown field, or a KL that klamp refuses.
-    """
+    """The KL of a name in the place of `kl_loss_type`: fields like arguments in Python, a bare word is a text."""
     arguments = name.partition(":")[2]
     call = _as_call(arguments)
     names = [keyword.arg for keyword in call.keywords] if call else []
@@ -147,15 +138,11 @@ def is_driven(kl: KLConfig) -> bool:
 def overrides(kl: KLConfig, teacher: TeacherConfig | None = None) -> list[str]:
     """The arguments of `python -m verl.trainer.main_ppo` that give a run this KL, and this teacher, one per element.
 
-    A plain KL in the reward is verl's own `kl`, which is k1. With a KL in the reward they also set
-    `algorithm.norm_adv_by_std_in_grpo=False`: in a group whose rewards are all equal the division by the standard
-    deviation cancels beta, so that every beta > 0 would be the same.
+    A plain KL in the reward is verl's own `kl`, which is k1; with any KL there they also set
+    `algorithm.norm_adv_by_std_in_grpo=False`, because the division cancels beta where a group's rewards are all equal.
 
-    A KL that needs whole groups, the tokens, or a coefficient that moves is settled in verl's trainer, by
-    `klamp.verl.Driver`, and travels with the batch to the workers' loss: then `kl_loss_type` names it wherever it
-    enters, also in the reward.
-
-    A teacher gets one GPU of its own (each of several); arguments that come later win.
+    A KL that needs whole groups, the tokens, or a coefficient that moves is settled by `klamp.verl.Driver`:
+    `kl_loss_type` then names it wherever it enters. Each teacher gets one GPU; arguments that come later win.
 
     Args:
         kl: the KL. beta 0 gives a run without one, and without a reference.

@@ -1,7 +1,4 @@
-"""Executes the runs of a plan, in processes on this machine or on a Ray cluster; writes their table and picture.
-
-`compare` makes the same table and picture of runs that exist already.
-"""
+"""Executes the runs of a plan, in processes on this machine or on a Ray cluster; writes their table and picture."""
 
 from __future__ import annotations
 
@@ -65,7 +62,10 @@ class Executor(Protocol):
                             self.stop(job, kill=False)
                     while waiting and len(jobs) < self.at_once:
                         run = waiting.popleft()
-                        jobs.append((run, self._begin(run, folder)))
+                        own = run_folder(folder, run)
+                        own.mkdir(parents=True, exist_ok=True)
+                        (own / results.OUTCOME).unlink(missing_ok=True)
+                        jobs.append((run, self.start(run, folder)))
                         tell(run, None)
                     time.sleep(MOMENT)
                     for run, job in list(jobs):
@@ -87,15 +87,6 @@ class Executor(Protocol):
             stopped = TrainingStopped("the ablation was stopped", got="an interrupt", why=why, fix=fix)
             raise stopped from KeyboardInterrupt()
 
-    def _begin(self, run: Run, folder: Path) -> Any:
-        own = run_folder(folder, run)
-        own.mkdir(parents=True, exist_ok=True)
-        (own / results.OUTCOME).unlink(missing_ok=True)
-        return self.start(run, folder)
-
-
-# on this machine ------------------------------------------------------------------------------------------------------
-
 
 @dataclass(kw_only=True)
 class LocalExecutor(Executor):
@@ -105,11 +96,9 @@ class LocalExecutor(Executor):
     threads: int = 1
 
     def describe(self) -> str:
-        """Where the runs execute, in words."""
         return f"{self.at_once} at a time on this machine, threads each: {self.threads}"
 
     def start(self, run: Run, folder: Path) -> tuple[Popen[bytes], Path]:
-        """Start the process of a run; returns it and its log."""
         own = run_folder(folder, run)
         variables = {**os.environ, "OMP_NUM_THREADS": str(self.threads), "PYTHONUNBUFFERED": "1"}
         variables["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
@@ -134,7 +123,6 @@ class LocalExecutor(Executor):
         return f"{ending}{memory}\nlast line of its log: {lines[-1][:300] if lines else 'none'}\nlog: {log}"
 
     def stop(self, job: tuple[Popen[bytes], Path], *, kill: bool) -> None:
-        """Interrupt a process, or kill it and wait for its end."""
         process, _ = job
         process.send_signal(signal.SIGKILL if kill else signal.SIGINT)
         if kill:
@@ -153,9 +141,6 @@ def local_executor(count: int, *, workers: int | None = None, cpu: bool = False)
     return LocalExecutor(at_once=at_once, threads=threads)
 
 
-# on a Ray cluster -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class RayExecutor(Executor):
     """Runs every run of a plan as a Ray task; Ray repeats one whose worker dies, three times, from its checkpoint."""
@@ -168,7 +153,6 @@ class RayExecutor(Executor):
         check_cluster(self.address, "address")
 
     def describe(self) -> str:
-        """Where the runs execute, in words."""
         where = "a Ray cluster on this machine" if self.address == LOCAL else f"the Ray cluster at {self.address}"
         return f"{where}, CPUs per run: {self.cpus_per_run:g}, GPUs per run: {self.gpus_per_run:g}"
 
@@ -179,19 +163,16 @@ class RayExecutor(Executor):
             resources = {"GPU": 0, **self.ray.cluster_resources()}  # machines may join another cluster
             if self.address == LOCAL and (resources["CPU"] < self.cpus_per_run or resources["GPU"] < self.gpus_per_run):
                 why = f"it has {resources['CPU']:g} CPUs and {resources['GPU']:g} GPUs: every run would wait for ever"
-                raise ConfigError(
-                    "no run fits on this machine", got=self.describe(), why=why, fix="ask for less per run"
-                )
+                what, fix = "no run fits on this machine", "ask for less per run"
+                raise ConfigError(what, got=self.describe(), why=why, fix=fix)
             options = {"num_cpus": self.cpus_per_run, "num_gpus": self.gpus_per_run}  # Ray sets OMP_NUM_THREADS
             self.remote = self.ray.remote(**options, max_calls=1)(work)  # a process per run
             super().run(runs, folder, tell)
 
     def start(self, run: Run, folder: Path) -> Any:
-        """Submit the task of a run; returns its reference."""
         return self.remote.remote(run, folder.absolute())
 
     def ended(self, job: Any) -> str | None:
-        """How a task ended; None while it runs."""
         if not self.ray.wait([job], timeout=0)[0]:
             return None
         try:
@@ -201,7 +182,6 @@ class RayExecutor(Executor):
         return "the task ended and left no outcome"
 
     def stop(self, job: Any, *, kill: bool) -> None:
-        """Interrupt a task, or kill its worker."""
         self.ray.cancel(job, force=kill)
 
 
@@ -251,9 +231,6 @@ def load_ray(address: str) -> Any:
     return ray
 
 
-# an ablation ----------------------------------------------------------------------------------------------------------
-
-
 def check_folder(folder: Path, plan: Plan | None = None) -> None:
     """Refuse a folder that holds files, except those of this plan; nothing is written."""
     what, why = "the output folder is not empty", "an ablation never overwrites files"
@@ -267,7 +244,6 @@ def check_folder(folder: Path, plan: Plan | None = None) -> None:
 
 
 def open_folder(plan: Plan, folder: Path) -> None:
-    """Make the folder and write the plan into it."""
     check_folder(folder, plan)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / PLAN, plan_text(plan))
@@ -291,10 +267,7 @@ def load_shared(every: Sequence[Run], progress: Progress | None = None) -> None:
 def execute(
     plan: Plan, folder: Path, executor: Executor, *, tell: Tell = lambda *_: None, progress: Progress | None = None
 ) -> Result:
-    """Do every run that is not done yet, then write the table and the picture; a folder with this plan is continued.
-
-    `tell` receives the runs that are done already, then those of the executor; `progress` follows a model that is made.
-    """
+    """Do every run that is not done yet, then write the table and the picture; a folder with this plan is continued."""
     every = runs(plan)
     load_shared(every, progress)
     folder.mkdir(parents=True, exist_ok=True)
@@ -310,23 +283,18 @@ def execute(
 
 
 def compare(compared: Mapping[Path, Run], folder: Path, tell: Callable[[Run], None] = lambda run: None) -> Result:
-    """Measure runs that exist already, which are only read; the table and the picture go into a free folder.
-
-    `tell` receives each run before it is measured. A DataError refuses runs that are not finished.
-    """
+    """Measure finished runs, which are only read; the table and the picture go into a free folder."""
     from klamp.lab.ablate.one_run import finished, outcome_of
 
     check_folder(folder)
-    summaries: list[Mapping[str, Any]] = []
+    outcomes, summaries = list[Outcome](), dict[Path, Mapping[str, Any]]()
     for own, run in compared.items():
-        summary = finished(own, run.config.run.max_steps)
-        if summary is None:
+        if (summary := finished(own, run.config.run.max_steps)) is None:
             why = f"it has no checkpoint, or no summary of {run.config.run.max_steps} steps"
             raise DataError("a run is not finished", got=str(own), why=why, fix=f"klamp train --resume {own}")
-        summaries.append(summary)
-    outcomes = []
-    for (own, run), summary in zip(compared.items(), summaries, strict=True):
+        summaries[own] = summary
+    for own, run in compared.items():
         tell(run)
-        outcomes.append(outcome_of(run, own, summary))
+        outcomes.append(outcome_of(run, own, summaries[own]))
     folder.mkdir(parents=True, exist_ok=True)
     return results.write_results(outcomes, folder)

@@ -1,7 +1,6 @@
 """One run of an ablation: train (or continue), measure, write the outcome; a program of its own.
 
-A trained policy is measured by its exact KLs to the model that it started from, whatever its reference was. Prompts and
-draws are the same in every run, so that arms differ by their policies and not by luck.
+A policy is measured by its exact KLs to the model that training started from, with the same draws in every run.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.evaluation import evaluate as scores_in
 from klamp.lab.folders import newest_policy, row_of
-from klamp.lab.models import device_of, load_model, load_tokenizer, max_length, with_adapter
+from klamp.lab.models import device_of, load_model, load_tokenizer, max_length, saved_policy
 from klamp.lab.rollouts import completed
 from klamp.lab.sampling import uniform_numbers
 from klamp.lab.setup import Context, load_prompts
@@ -49,10 +48,7 @@ SEED = 20_240_213  # seed of the draws, whatever the seed of the run
 
 
 def perform(run: Run, folder: Path) -> Outcome:
-    """Train a run in the folder of its ablation (from its newest checkpoint), measure it, and write its outcome.json.
-
-    An error of the run is a `failed` outcome. An interrupt is raised; the next call continues the run.
-    """
+    """Train a run (from its newest checkpoint), measure it, write its outcome; an error makes the outcome `failed`."""
     own = run_folder(folder, run)
     own.mkdir(parents=True, exist_ok=True)
     try:
@@ -73,7 +69,7 @@ def perform(run: Run, folder: Path) -> Outcome:
 
 def outcome_of(run: Run, own: Path, summary: Mapping[str, Any]) -> Outcome:
     """Measure a finished run in its folder; `summary` is the content of its summary.json."""
-    numbers = measure(run.config, own, prompts=run.kl_prompts)
+    numbers = numbers_of(measured(run.config, newest_policy(own)), prompts=run.kl_prompts)
     numbers |= {name: value for name, value in summary["final_metrics"].items() if name == "beta"}
     scores = {name: summary[name] for name in ("rl_skill", "before", "after")}
     return Outcome(run=run.name, arm=run.arm.name, seed=run.seed, values=run.arm.values, numbers=numbers, **scores)
@@ -88,14 +84,6 @@ def finished(own: Path, steps: int) -> Mapping[str, Any] | None:
     return summary if summary is not None and summary["steps"] >= steps else None
 
 
-# the measurement ------------------------------------------------------------------------------------------------------
-
-
-def measure(config: TrainConfig, folder: Path, *, prompts: int | None = None) -> dict[str, float]:
-    """The numbers of the newest checkpoint in a run's folder (without one, of the starting model); see `numbers_of`."""
-    return numbers_of(measured(config, newest_policy(folder)), prompts=prompts)
-
-
 @torch.no_grad()
 def numbers_of(context: Context, *, prompts: int | None = None) -> dict[str, float]:
     """The exact KL in both directions, per token and per completion, with reward, length and entropy of the policy.
@@ -105,8 +93,7 @@ def numbers_of(context: Context, *, prompts: int | None = None) -> dict[str, flo
         reverse   per sequence E_{y ~ policy} sum_t d_t(policy || start), per token that over E_{y ~ policy} |y|
         forward   per sequence E_{y ~ start}  sum_t d_t(start || policy), per token that over E_{y ~ start}  |y|
 
-    Unbiased per sequence, up to max_completion_length at the temperature of training, on at most `prompts` held-out
-    prompts of the trained skill (None: all). `context`: see `measured`.
+    Unbiased per sequence, on at most `prompts` held-out prompts of the trained skill (None: all).
     """
     held_out = context.task.evaluation[context.task.rl_skill][:prompts]
     reverse, forward = (_sums(context, held_out, direction) for direction in ("reverse", "forward"))
@@ -151,47 +138,36 @@ def _sums(context: Context, prompts: Sequence[Example], direction: Direction) ->
 def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     """A context whose policy is a trained one, and whose reference is the model that its training started from.
 
-    Temperature and length are those of training; the support is not cut. `weights` are the policy's or its adapter's;
-    None: the policy is the starting model. With an adapter the start is the policy with it switched off.
+    Top-p and top-k are off. `weights` are the policy's or its adapter's; None: the policy is the starting model.
     """
     device, model = device_of(config), config.model
     start: Any = load_model(model.model, model.dtype).to(device)  # pyright: ignore[reportArgumentType]
-    policy = start
-    if model.lora_r:
-        policy = with_adapter(start, model, None if weights is None else Path(weights)).to(device).eval()
-    elif weights is not None:
-        policy = load_model(str(weights), model.dtype).to(device)  # pyright: ignore[reportArgumentType]
-        check_same_vocabulary(start, policy, larger=True)  # padding that a run cut
+    policy = saved_policy(model, start, None if weights is None else Path(weights)).to(device).eval()
+    check_same_vocabulary(start, policy, larger=True)  # padding that a run cut
     traits, tokenizer = probe(policy), load_tokenizer(model.tokenizer or model.model)
     return Context(
         config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),
         scorer=Scorer(policy, traits),
         reference=AdapterOffReference(policy, traits=traits) if model.lora_r else LocalReference(start),
         tokenizer=tokenizer,
-        task=load_prompts(config, tokenizer, longest=max_length(start)),
+        task=load_prompts(config, tokenizer, longest=max_length(start.config)),
     )
 
 
 def evaluate(
     config: TrainConfig, weights: str | Path | None, *, start: bool = True, prompts: int = KL_PROMPTS
 ) -> Outcome:
-    """Score and measure a policy as its run did; see `measured` and `numbers_of`.
-
-    `start`: whether the configuration's model is what the policy started from; without it, no KL and no `before`.
-    """
+    """Score and measure a policy; without a `start` (the configuration's model) there is no KL and no `before`."""
     context = measured(config, weights)
     before, numbers = dict[str, float](), dict[str, float]()
-    after = scores_in(context).scores
+    after, _ = scores_in(context)
     if start:
         reference = cast(LocalReference, context.reference)
         with reference.sampling_model():  # switches an adapter off
-            before = scores_in(replace(context, scorer=reference.scorer)).scores
+            before, _ = scores_in(replace(context, scorer=reference.scorer))
         numbers = numbers_of(context, prompts=prompts)
     name, skill, seed = str(weights or config.model.model), context.task.rl_skill, config.run.seed
     return Outcome(run=name, arm=name, seed=seed, rl_skill=skill, before=before, after=after, numbers=numbers)
-
-
-# the program ----------------------------------------------------------------------------------------------------------
 
 
 def main(own: Path) -> int:
@@ -203,18 +179,18 @@ def main(own: Path) -> int:
 
     disable_progress_bar()
     run = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_stop_with_the_command, daemon=True).start()
+
+    def stop_with_the_command() -> None:
+        """When the command dies, stdin is closed."""
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=stop_with_the_command, daemon=True).start()
     try:
         return int(perform(run, own.parent.parent).state == "failed")
     except (KeyboardInterrupt, TrainingStopped) as stopped:
         log.warning("%s", stopped)
         return 130
-
-
-def _stop_with_the_command() -> None:
-    """Interrupt this process when the command that started it has died, which closes stdin."""
-    sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,13 @@ import yaml
 
 from klamp.errors import ConfigError, DataError, without_credentials
 from klamp.lab.backends import check_backend
-from klamp.lab.config import TrainConfig
+from klamp.lab.config import WATCHING, TrainConfig
 from klamp.names import RUNS
 
 KL_PROMPTS = 256  # the default of `Plan.kl_prompts`
 OWNED = ("seed", "output_dir", "resume")  # fields that the ablation sets itself
-NO_VARIANT = (
-    *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
-    *("log_completions", "log_completions_every", "log_answers", "exact_kl_completions", "cpu", "stop_on"),
-)
-"""Fields that may differ between runs of one variant: they change what is written, not what is learned."""
+NO_VARIANT = (*OWNED, *WATCHING, "exact_kl_completions", "cpu")
+"""Fields that may differ between runs of one variant."""
 SAME_TASK = ("train_size",)  # fields of a task that change neither the held-out prompts nor their scores
 
 
@@ -83,21 +80,16 @@ def runs(plan: Plan) -> tuple[Run, ...]:
 
 
 def run_of(arm: Arm, seed: int, config: TrainConfig, kl_prompts: int) -> Run:
-    """The run of an arm with a seed."""
     name = f"{folder_name(arm.name)}_seed-{seed}"
     return Run(name=name, arm=arm, seed=seed, config=config, kl_prompts=kl_prompts)
 
 
 def run_folder(folder: Path, run: Run) -> Path:
-    """The folder of a run in the folder of the ablation."""
     return folder / RUNS / run.name
 
 
 def folder_name(name: str) -> str:
-    """An arm's name made into the name of a folder: "beta=0.01 kl_estimator=k1" -> "beta-0.01_kl_estimator-k1".
-
-    If letters are lost, a checksum of the name follows, so that different arms have different folders.
-    """
+    """An arm's name as a folder's: "beta=0.01 kl=k1" -> "beta-0.01_kl-k1"; if letters are lost, with a checksum."""
     plain = re.sub(r"\s+", "_", name.strip()).replace("=", "-")
     safe = re.sub(r"[^\w.+-]", "-", plain, flags=re.ASCII).strip("-._")[:100]
     return safe if safe and safe == plain else f"{safe}-{zlib.crc32(name.encode()):08x}".lstrip("-")
@@ -138,16 +130,12 @@ def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
 
 
 def as_runs(configs: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_PROMPTS) -> dict[Path, Run]:
-    """The runs of some folders; the fields in which they differ name their arms.
-
-    A DataError refuses different tasks, and one variant twice with the same seed.
-    """
+    """The runs of some folders, of one task and each of its own; the fields in which they differ name their arms."""
     first, rows = configs[0], [config.flat() for _, config in configs]
     names = [name for name in rows[0] if name not in NO_VARIANT and len({repr(values[name]) for values in rows}) > 1]
     for name in (name for name in names if hasattr(first[1].task, name) and name not in SAME_TASK):
-        other, value = next(
-            (path, c.flat()[name]) for path, c in configs if repr(c.flat()[name]) != repr(rows[0][name])
-        )
+        values = {path: config.flat()[name] for path, config in configs}
+        other, value = next((path, x) for path, x in values.items() if repr(x) != repr(rows[0][name]))
         got = f"{name} is {shown(rows[0][name])!r} in {first[0]} and {shown(value)!r} in {other}"
         fix = "name runs of one task, or score each with klamp evaluate --checkpoint FOLDER --task NAME"
         raise DataError("these runs had different tasks", got=got, why="their scores are of other prompts", fix=fix)

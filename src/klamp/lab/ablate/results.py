@@ -140,10 +140,7 @@ class Result(NamedTuple):
 
 
 def cell_of(by_seed: Mapping[int, float]) -> Cell:
-    """The cell of some values by seed, at least one.
-
-    The interval takes the values for normal noise over seeds; there is none if they agree to rounding. Source: Student.
-    """
+    """The cell of some values by seed; no interval if they agree to rounding."""
     values, mean, interval = tuple(by_seed.values()), fmean(by_seed.values()), None
     if max(values) - min(values) > 1e-12 * max(map(abs, values)):
         from scipy import stats
@@ -190,17 +187,13 @@ def text_table(table: Sequence[ArmRow]) -> list[tuple[str, ...]]:
 
 
 def markdown(table: Sequence[ArmRow]) -> str:
-    """The table as a Markdown page, and how to read it."""
     heading, *rows = (f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in text_table(table))
     rule = "|---" * (heading.count(" | ") + 1) + "|"
     return "\n\n".join(("\n".join((heading, rule, *rows)), *NOTES)) + "\n"
 
 
 def draw_frontier(outcomes: Sequence[Outcome]) -> Figure | None:
-    """Draw every skill's score against the KL of a completion: a point per run, larger ones for the means of the arms.
-
-    The trained skill is the first panel; a dotted line is the score before training. None if no run has a KL.
-    """
+    """Every skill's score against the KL of a completion: runs, and larger points for arms; None: no run has a KL."""
     done = [outcome for outcome in outcomes if "kl/reverse_sequence" in columns(outcome)]
     skills = list(dict.fromkeys(skill for o in done for skill in (o.rl_skill, *retained_skills(o)) if skill in o.after))
     if not skills:

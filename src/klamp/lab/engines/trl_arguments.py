@@ -27,10 +27,9 @@ SAME = (
 
 
 def trl_arguments(config: TrainConfig, folder: Path, *, processes: int | None = None) -> dict[str, Any]:
-    """The arguments of a run; those that are left out keep TRL's defaults.
+    """The arguments of a run; those that are left out keep TRL's defaults. TRL's steps are updates.
 
-    A step of klamp is a rollout with all of its updates; TRL counts the updates. Whatever is done "only at the end" is
-    done at the last step. `processes` share a step; None: as many as a launcher has started.
+    `processes` share a step; None: as many as a launcher has started.
     """
     optim, run, fields = config.optim, config.run, config.flat()
     processes = processes or started_processes()

@@ -1,8 +1,4 @@
-"""What `klamp train --backend trl` runs: `klamp.trl.GRPOTrainer`, built from a run's configuration.
-
-Models, task, prompts and their order, rewards and advantages are klamp's. The loop, generation, the loss with klamp's
-KL, AdamW, evaluation, checkpoints, logs and processes are TRL's.
-"""
+"""What `klamp train --backend trl` runs: `klamp.trl.GRPOTrainer` with klamp's models, prompts, rewards, advantages."""
 
 from __future__ import annotations
 
@@ -64,7 +60,6 @@ def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> No
 
 
 def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallback]) -> GRPOTrainer:
-    """TRL's trainer with klamp's KL, for a run."""
     model, rollout = config.model, config.rollout
     cpu = config.run.cpu or not torch.accelerator.is_available()
     with warnings.catch_warnings(action="ignore", category=KLWarning):  # said when the configuration was made
@@ -73,7 +68,7 @@ def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallbac
         models.make_ready(model.model)
     policy = models.load_model(model.model, weights_dtype(model))
     tokenizer = models.load_tokenizer(model.tokenizer or model.model)
-    task = load_prompts(config, tokenizer, longest=models.max_length(policy))
+    task = load_prompts(config, tokenizer, longest=models.max_length(policy.config))
     reference = model.ref_model if config.kl.needs_reference else None
     if reference is not None:
         check_tokens_of(reference, tokenizer, who="reference")
@@ -86,7 +81,7 @@ def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallbac
         return [task.score(Example(**json.loads(row)), text) for row, text in rows]
 
     with models.adapter_errors(model):
-        return Trainer(
+        return RunTrainer(
             config,
             model=policy,
             ref_model=None if reference is None else models.model_path(reference),
@@ -138,7 +133,7 @@ class OwnAdvantages(trl.GRPOTrainer):
         return self._tokenizer(list(prompts), add_special_tokens=False)["input_ids"], *others
 
 
-class Trainer(GRPOTrainer, OwnAdvantages):
+class RunTrainer(GRPOTrainer, OwnAdvantages):
     """The trainer of a run, with the options of `klamp.trl.GRPOTrainer`."""
 
     def __init__(self, config: TrainConfig, **options: Any) -> None:
@@ -152,7 +147,6 @@ class RunCallback(TrainerCallback):
     interrupt: Interrupt
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask for an evaluation after the last step; end the run if a signal came."""
         control.should_evaluate |= state.global_step >= state.max_steps
         if self.interrupt.asked:
             raise KeyboardInterrupt

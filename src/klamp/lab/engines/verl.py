@@ -1,7 +1,4 @@
-"""`klamp train --backend verl`: verl's arguments, its data files and its reward. Nothing of verl is loaded.
-
-The reward is verl's `reward.custom_reward_function`, called in the processes that score completions.
-"""
+"""`klamp train --backend verl`: verl's arguments, its data files and its reward. Nothing of verl is loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from klamp.hosts.verl.overrides import ACTOR, DISTILLATION, overrides, places, w
 from klamp.lab.anchors import check_keys, check_tokens_of
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import CHECKPOINTS, FOR_VERL
-from klamp.lab.models import check_weights, length_of, load_tokenizer, make_ready, model_path, shape_of
+from klamp.lab.models import check_weights, configuration, load_tokenizer, make_ready, max_length, model_path, shape_of
 from klamp.lab.sampling import examples_of_run
 from klamp.lab.setup import load_prompts
 from klamp.lab.sizing import Load, Shape, Sizes, load_of, part_size, sizes_of
@@ -103,10 +100,7 @@ class Layout:
 
 
 def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None) -> list[str]:
-    """The words behind `python -m verl.trainer.main_ppo`, each key once; the user's own come last, and win.
-
-    Without a `shape` the model is a small one, whose sizes are left at verl's defaults.
-    """
+    """The words behind `python -m verl.trainer.main_ppo`; without a `shape` the sizes are verl's defaults."""
     fields, part = config.flat(), part_size(config, config.run.gpus * config.run.machines)
     sizes = None if shape is None else sizes_of(load_in_verl(config, shape))
     values = {
@@ -124,7 +118,6 @@ def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None
 
 
 def command(config: TrainConfig, folder: Path, python: str) -> list[str]:
-    """The whole command, by an interpreter, with the sizes that the model needs."""
     return [python, "-m", "verl.trainer.main_ppo", *verl_overrides(config, folder, shape_of(config.model.model))]
 
 
@@ -185,7 +178,6 @@ def load_in_verl(config: TrainConfig, shape: Shape) -> Load:
 
 
 def _sized(config: TrainConfig, sizes: Sizes) -> dict[str, Any]:
-    """Settings that depend on the size of the model."""
     return {
         f"{MODEL}.enable_gradient_checkpointing": config.model.gradient_checkpointing or sizes.checkpointing,
         f"{ACTOR}.fsdp_config.param_offload": sizes.offload,
@@ -229,9 +221,6 @@ def _once(words: Iterable[str]) -> list[str]:
     return list(last.values())
 
 
-# data and reward ------------------------------------------------------------------------------------------------------
-
-
 def write_inputs(config: TrainConfig, layout: Layout) -> None:
     """Check that model, task and teachers fit together, and write what verl reads."""
     models = config.teacher.models if config.teacher.there else {}
@@ -241,12 +230,12 @@ def write_inputs(config: TrainConfig, layout: Layout) -> None:
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
     # verl would cut a longer prompt, or stop at it in the middle of the run
     room = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    longest = length_of(model_path(config.model.model))
+    longest = max_length(configuration(model_path(config.model.model)))
     task = load_prompts(config, tokenizer, longest=min(longest or room, room))
     if models:
         check_keys(config, task, models)
     for name in models.values():
-        longest = length_of(model_path(name))
+        longest = max_length(configuration(model_path(name)))
         check_prompts(task.train, tokenizer, longest, config.rollout.max_completion_length + 1)  # verl's takes one more
         check_tokens_of(name, tokenizer)
     write_data(config, task, tokenizer, layout)

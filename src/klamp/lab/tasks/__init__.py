@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from klamp.audit.function import load_function
 from klamp.errors import ConfigError
-from klamp.lab.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer, base_model_folder, load_base_model
+from klamp.lab.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer, load_base_model
 from klamp.lab.tasks.base import (
     ARITHMETIC_TASK,
     NO_REWARD,
@@ -15,11 +16,9 @@ from klamp.lab.tasks.base import (
     TaskConfig,
     checked,
     has_own_prompts,
-    import_function,
-    named_reward,
     with_reward,
 )
-from klamp.lab.tasks.files import check_prompts, file_task, prompt_text, rows_task
+from klamp.lab.tasks.files import read_rows, rows_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,25 +29,14 @@ __all__ = [
     "TaskConfig",
     "arithmetic_task",
     "arithmetic_tokenizer",
-    "base_model_folder",
-    "check_prompts",
-    "checked",
     "load_base_model",
     "load_task",
-    "named_reward",
-    "prompt_text",
     "rows_task",
 ]
 
 
 def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Load the task that a configuration names; its prompts are ready to be tokenized.
-
-    Raises:
-        UnknownNameError: no task or reward of this name.
-        DataError: rows that cannot be used.
-        ConfigError: options that do not fit this kind of task, or a function that returns no task.
-    """
+    """Load the task that a configuration names; a ConfigError or DataError if it cannot be used."""
     if config.task == ARITHMETIC_TASK:
         for name in ("eval_split", "skill_column", "reference_length_column", "chat_template", "system_prompt"):
             if value := getattr(config, name):
@@ -56,12 +44,13 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
                 raise ConfigError(what, got=f"{name}={value!r}", why=why, fix=f"leave {name} unset")
         task = arithmetic_task(config)
     elif has_own_prompts(config.task):
-        task = import_function(config.task, what="task")(config, tokenizer)
+        task = load_function(config.task)(config, tokenizer)
         if not isinstance(task, Task):
             fix = "return a klamp.lab.tasks.Task; klamp.lab.tasks.rows_task makes one of rows"
             what, why = f"{config.task} returned no task", "what it returns is trained on"
             raise ConfigError(what, got=type(task).__name__, why=why, fix=fix)
         task = replace(task, score=checked(task.score, name=config.task))
     else:
-        task = file_task(config, tokenizer)
+        held_out = read_rows(config.eval_split) if config.eval_split else None
+        task = rows_task(read_rows(config.task), config, tokenizer, held_out=held_out)
     return with_reward(task, config.reward) if config.reward not in ("", NO_REWARD) else task

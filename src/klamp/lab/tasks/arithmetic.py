@@ -5,13 +5,8 @@
     subtraction   71-38=         33             kept by the KL term, or lost
     reversal      rev abcd=      dcba           likewise
 
-One character is one token, so every log-probability can be read. Which prompts are held out depends on the prompt's
-own text alone: no seed and no size can move a held-out prompt into training.
-
-The model is a Llama that is trained from scratch once, and then in the cache. It is good at addition but not finished,
-and near perfect at the skills that RL does not see, so that what a KL term keeps (or fails to keep) shows up. In its
-training rows carries are sometimes forgotten, and it learns that habit. A model that had seen too few additions would
-be a fragile start: whether it can carry would turn on the seed.
+One character is one token. The model is a Llama that is trained from scratch once, and then cached. Its training rows
+sometimes forget a carry, which RL can mend; it is near perfect at the other skills, which a KL term can keep.
 """
 
 from __future__ import annotations
@@ -48,19 +43,16 @@ REPEATS = 5000  # after so many known prompts in a row, a skill counts as exhaus
 
 
 def draw_addition(rng: random.Random) -> tuple[str, str]:
-    """Draw a sum of two two-digit numbers."""
     left, right = rng.randint(10, 99), rng.randint(10, 99)
     return f"{left}+{right}=", str(left + right)
 
 
 def draw_subtraction(rng: random.Random) -> tuple[str, str]:
-    """Draw a difference of two two-digit numbers that is not negative."""
     low, high = sorted((rng.randint(10, 99), rng.randint(10, 99)))
     return f"{high}-{low}=", str(high - low)
 
 
 def draw_reversal(rng: random.Random) -> tuple[str, str]:
-    """Draw a short word of random letters, and the same word backwards."""
     word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=REVERSAL_LETTERS))
     return f"rev {word}=", word[::-1]
 
@@ -97,11 +89,6 @@ def examples(skill: str, count: int, *, seed: int, held_out: bool) -> tuple[Exam
     )
 
 
-def score_exact(example: Example, completion: str) -> float:
-    """The reward 1.0 where the completion is exactly the answer, else 0.0."""
-    return float(completion == example.answer)
-
-
 def arithmetic_task(config: TaskConfig) -> Task:
     """The built-in task, with its own reward; the configuration's sizes and seed are used."""
     seed = config.task_seed
@@ -110,15 +97,12 @@ def arithmetic_task(config: TaskConfig) -> Task:
         train=examples(RL_SKILL, config.train_size or TRAIN_SIZE, seed=seed, held_out=False),
         evaluation={skill: examples(skill, config.eval_size, seed=seed, held_out=True) for skill in SKILLS},
         rl_skill=RL_SKILL,
-        score=checked(score_exact, name="arithmetic"),
+        score=checked(lambda example, completion: completion == example.answer, name="arithmetic"),
     )
 
 
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character, padding on the left, and no beginning token.
-
-    It needs no file or network, and goes through `save_pretrained` and `AutoTokenizer.from_pretrained` as usual.
-    """
+    """A tokenizer with one token per character, padding on the left, and no beginning token; it needs no file."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -136,8 +120,6 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=MAX_MODEL_LENGTH,
     )
 
-
-# the base model ------------------------------------------------------------------------------------------------------
 
 Progress = Callable[[str, int, int, float | None], None]
 """Called while a model is made, as `progress(what, done, total, loss)`; the loss is None where there is none."""
@@ -204,17 +186,13 @@ def base_model_folder() -> Path:
     return cache_root() / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def load_base_model(*, progress: Progress | None = None) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """Load the base model and its tokenizer; see `cached_base_model`.
-
-    Raises:
-        ModelError: the cached folder is damaged, or the cache cannot be written.
-    """
+def load_base_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Load the base model and its tokenizer; see `cached_base_model`."""
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     from klamp.scoring.model_parts import check_whole
 
-    folder = cached_base_model(progress=progress)
+    folder = cached_base_model()
     try:
         load: Any = LlamaForCausalLM.from_pretrained
         with without_bars():
@@ -229,7 +207,7 @@ def load_base_model(*, progress: Progress | None = None) -> tuple[LlamaForCausal
 
 
 def cached_base_model(*, progress: Progress | None = None) -> Path:
-    """The folder of the base model; the first call trains it, which takes a minute and tells `progress` each step."""
+    """The folder of the base model; the first call trains it, which takes a minute."""
 
     def write(empty: Path) -> None:
         model = train_base_model(progress=progress)

@@ -1,8 +1,5 @@
 """What a task is: its configuration, prompts, held-out prompts, and a reward for each completion.
 
-A task is plain data plus one function. The trainer samples completions for `train`, scores them with `score`, and
-evaluates every skill in `evaluation` the same way; it knows nothing about where the rows came from.
-
 The named rewards:
 
     exact_match            1 if the completion equals the answer, white space around both left out
@@ -20,24 +17,20 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import runpy
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from inspect import Parameter
 from numbers import Real
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from klamp.config.fields import check_settings, setting
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1
+from klamp.audit.function import load_function
+from klamp.config.fields import setting
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields
 from klamp.errors import ConfigError, DataError, RewardError, brief, unknown_name
-from klamp.files import at_home, with_end
 
 RewardFunction = Callable[["Example", str], Any]
 """An unchecked reward: an example and the text of one completion give a number."""
@@ -100,7 +93,7 @@ class TaskConfig:
     """The seed for generating and for splitting rows."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +132,6 @@ class Task:
 
     @property
     def held_out(self) -> list[Example]:
-        """The held-out examples of all skills."""
         return [example for examples in self.evaluation.values() for example in examples]
 
 
@@ -148,36 +140,8 @@ def is_held_out(text: str, share: int) -> bool:
     return zlib.crc32(text.encode()) % share == 0
 
 
-def import_function(name: str, *, what: str) -> Callable[..., Any]:
-    """Import a function by its name, `module:function` or `path/to/file.py:function`; `what` it is for is in errors."""
-    module, _, function = name.rpartition(":")
-    # a console script does not have the working directory on its path; at the end of the path it hides nothing
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        if module.endswith(".py"):
-            loaded: Any = SimpleNamespace(**runpy.run_path(str(with_end(at_home(module)))))
-        else:
-            loaded = import_module(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"the module of a {what} cannot be imported",
-            got=module,
-            why=f"{type(error).__name__}: {error}",
-            fix="run from the folder that holds the module, put it on PYTHONPATH, or write path/to/file.py:function",
-        ) from error
-    target = getattr(loaded, function, None)
-    if not callable(target):
-        raise unknown_name(what, function, [n for n, v in vars(loaded).items() if callable(v) and n[0] != "_"])
-    return target
-
-
 def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], float]:
-    """Wrap a reward function so that it returns a finite float, or raises RewardError with its name.
-
-    A bool counts as 0 or 1, and a number-like scalar (numpy, a tensor of one element) as its value. An exception of the
-    function, or a number larger than `LARGEST_REWARD`, is a RewardError too.
-    """
+    """Wrap a reward function so that it returns a finite float of at most `LARGEST_REWARD`, or raises RewardError."""
 
     def score(example: Example, completion: str) -> float:
         where = f"  prompt: {brief(repr(example.prompt))}\n  completion: {brief(repr(completion))}"
@@ -214,28 +178,18 @@ def _as_float(value: Any) -> float | None:
         return math.inf
 
 
-# rewards -------------------------------------------------------------------------------------------------------------
-
-NEEDS_ANSWER = ("exact_match", "math_verify")  # the named rewards that compare with the ground truth
 MATH_SECONDS = 5  # the longest that math-verify takes for each of its parts
 
 
 def named_reward(name: str) -> Callable[[Example, str], float]:
-    """Find the reward function of a name; its results are checked.
-
-    Raises:
-        UnknownNameError: no such reward.
-        ConfigError: the pattern or the module cannot be used.
-    """
+    """The reward function of a name, with checked results; a ConfigError if the name cannot be used."""
     kind, _, rest = name.partition(":")
-    if name == "exact_match":
-        function: RewardFunction = exact_match
-    elif name == "math_verify":
-        function = math_verify
+    if name in NEEDS_ANSWER:
+        function = NEEDS_ANSWER[name]
     elif kind == "format_regex":
         function = _format_regex(rest)
     elif is_function(name):
-        function = adapt(import_function(name, what="reward function"))
+        function = adapt(load_function(name))
     else:
         raise unknown_name("reward", name, (*NEEDS_ANSWER, "format_regex:PATTERN", "module:function", NO_REWARD))
     return checked(function, name=name)
@@ -252,12 +206,11 @@ def with_reward(task: Task, name: str) -> Task:
 
 
 def exact_match(example: Example, completion: str) -> float:
-    """The reward 1.0 if the completion is the answer, except for white space around them, else 0.0."""
+    """1.0 if the completion is the answer, except for white space around them, else 0.0."""
     return float(completion.strip() == example.answer.strip())
 
 
 def math_verify(example: Example, completion: str) -> bool:
-    """Whether answer and completion are the same mathematics."""
     from math_verify import parse, verify
 
     # math-verify keeps time with a signal, which Python allows in the main thread only; elsewhere there is no limit
@@ -266,6 +219,10 @@ def math_verify(example: Example, completion: str) -> bool:
     gold = parse(f"${example.answer.strip().strip('$')}$", parsing_timeout=seconds)  # pyright: ignore
     gold += parse(example.answer, parsing_timeout=seconds)  # pyright: ignore
     return verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds)  # pyright: ignore
+
+
+NEEDS_ANSWER: Mapping[str, RewardFunction] = {"exact_match": exact_match, "math_verify": math_verify}
+"""The named rewards that compare with the ground truth."""
 
 
 def _format_regex(pattern: str) -> RewardFunction:

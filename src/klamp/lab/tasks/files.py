@@ -1,7 +1,4 @@
-"""Tasks from data rows with one prompt each: of a .jsonl, .json or .parquet file, or of a data set of the hub.
-
-The prompt of a row, a text or chat messages, becomes the text that is tokenized.
-"""
+"""Tasks from data rows with one prompt each: of a .jsonl, .json or .parquet file, or of a data set of the hub."""
 
 from __future__ import annotations
 
@@ -24,12 +21,6 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 _HELD_OUT_SHARE = 10  # without a file of held-out rows, one row in this many is held out, for each skill
 
 
-def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task of a data file, or of a data set of the hub; see `read_rows` and `rows_task`."""
-    held_out = read_rows(config.eval_split) if config.eval_split else None
-    return rows_task(read_rows(config.task), config, tokenizer, held_out=held_out)
-
-
 def rows_task(
     rows: Sequence[Row],
     config: TaskConfig,
@@ -37,11 +28,9 @@ def rows_task(
     *,
     held_out: Sequence[Row] | None = None,
 ) -> Task:
-    """The task of data rows with one prompt each, by the columns, sizes, seed and reward of a configuration.
+    """The task of data rows with one prompt each; the most frequent skill counts as the RL skill.
 
-    All rows that are not held out are trained on, whatever their skill; the most frequent skill counts as the RL skill.
-    Without rows of its own, `held_out` is a tenth of each skill's prompts, by a hash of their text, so that equal
-    prompts never end up on both sides.
+    `held_out`: None holds out a tenth of each skill's prompts, by a hash of their text.
 
     Raises:
         DataError: a row that cannot be used, or too few prompts to hold some out.
@@ -70,8 +59,8 @@ def read_rows(path: str) -> list[Row]:
         return _hub_rows(path)
     file = at_home(path)
     if file.suffix.lower() not in SUFFIXES:
-        known = (ARITHMETIC_TASK, f"{HUB}NAME", *(f"PATH{suffix}" for suffix in SUFFIXES), "module:function")
-        raise unknown_name("task", path, known)
+        names = (ARITHMETIC_TASK, f"{HUB}NAME", *(f"PATH{suffix}" for suffix in SUFFIXES), "module:function")
+        raise unknown_name("task", path, names)
     place = str(file.absolute())
     if not file.exists():
         raise DataError("the data file does not exist", got=path, why=f"looked for {place}", fix="check the path")
@@ -200,19 +189,15 @@ def _by_skill(examples: Iterable[Example], rl_skill: str, config: TaskConfig) ->
     return {skill: tuple(_sample(rows, config.eval_size, config.task_seed)) for skill, rows in skills.items()}
 
 
-# prompts -------------------------------------------------------------------------------------------------------------
-
-
 def uses_chat_template(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether prompts are written with the tokenizer's chat template; by default if the tokenizer has one."""
     return bool(tokenizer.chat_template) if config.chat_template is None else config.chat_template
 
 
 def prompt_text(value: Any, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, where: str) -> str:
-    """The text to tokenize, from one value of a prompt column; `where` is how errors name its row.
+    """The text to tokenize, from a text or chat messages of a prompt column; `where` is how errors name its row.
 
-    A text becomes one user message where a chat template is used, and stays as it is otherwise. A list of messages
-    (with `role` and `content`) needs a template; a last message by the assistant is continued rather than answered.
+    With a chat template, a text is one user message; a last message of the assistant is continued.
 
     Raises:
         DataError: the prompt is empty, or neither a text nor messages.

@@ -54,53 +54,42 @@ class CPU(PlatformBase):
     device_module = device_module()
 
     def is_available(self) -> bool:
-        """It is always there."""
         return True
 
     def current_device(self) -> Any:
-        """The device itself; it has no number."""
         return HERE
 
     def device_count(self) -> int:
-        """One for each process."""
         return 1
 
     set_device = synchronize = set_allocator_settings = empty_cache = nothing
     profiler_start = profiler_stop = cudart = nothing
 
     def manual_seed(self, seed: int) -> None:
-        """Seed torch."""
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        """None: that is a word of CUDA."""
         return None, None
 
     def communication_backend_name(self) -> str:
-        """gloo, which needs no GPU."""
         return "gloo"
 
     def visible_devices_envvar(self) -> str:
-        """Where Ray writes the numbers of the GPUs that are not there."""
         return "CUDA_VISIBLE_DEVICES"
 
     @contextmanager
     def nvtx_range(self, msg: str) -> Iterator[None]:
-        """No profiler looks on."""
         yield
 
     def ray_resource_name(self) -> str:
-        """What Ray is told of."""
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
-        """Ray may set its variables."""
         return []
 
     def is_ipc_supported(self) -> bool:
-        """No: that takes CUDA. verl uses shared memory instead."""
         return False
 
 
