@@ -16,7 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("klamp", "torch", "transformers", "trl", "liger-kernel", "accelerate")
+from klamp._version import __version__
+
+PACKAGES = ("torch", "triton", "transformers", "trl", "liger-kernel", "cut-cross-entropy", "accelerate")
 
 
 class Peak:
@@ -24,14 +26,15 @@ class Peak:
 
     def start(self) -> None:
         """What is held from here on counts; the process's peak starts anew where Linux lets it."""
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-        self.held = _resident_mib()
         if _cuda():
             import torch
 
             torch.cuda.reset_peak_memory_stats()
             self.held = torch.cuda.memory_allocated() / 2**20
+            return
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        self.held = _resident_mib()
 
     def extra_mib(self) -> float:
         """The peak since the start in MiB."""
@@ -62,6 +65,14 @@ def _resident_mib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
+def wait_for_gpu() -> None:
+    """Return once the GPU, if there is one, has done what it was given."""
+    if _cuda():
+        import torch
+
+        torch.cuda.synchronize()
+
+
 def timed(run: Callable[[], object], repeats: int) -> dict[str, Any]:
     """Seconds of each repeat, elapsed and of the CPU (all threads), and extra peak memory in MiB."""
     peak = Peak()
@@ -70,10 +81,7 @@ def timed(run: Callable[[], object], repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         start, busy = time.perf_counter(), time.process_time()
         run()
-        if _cuda():
-            import torch
-
-            torch.cuda.synchronize()
+        wait_for_gpu()
         seconds.append(time.perf_counter() - start)
         cpu.append(time.process_time() - busy)
     return {"seconds": seconds, "cpu_seconds": cpu, "extra_mib": peak.extra_mib()}
@@ -113,7 +121,7 @@ def rounds(runs: Mapping[str, Callable[[], dict[str, Any]]], count: int) -> dict
 def pooled(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The runs of one case as one: all seconds, the highest memory, the highest load; a floor has no memory."""
     found = dict(results[0])
-    for name in ("seconds", "cpu_seconds"):
+    for name in {"seconds", "cpu_seconds", "sampling_seconds"} & found.keys():
         found[name] = [value for result in results for value in result[name]]
     for name in {"extra_mib", "load"} & found.keys():
         found[name] = max(result[name] for result in results)
@@ -134,7 +142,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 def machine() -> dict[str, Any]:
     """What the numbers were taken on, and with which versions."""
-    versions = {}
+    versions = {"klamp": __version__}
     for package in PACKAGES:
         try:
             versions[package] = version(package)

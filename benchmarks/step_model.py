@@ -16,8 +16,16 @@ SIZES: dict[str, dict[str, int]] = {
     "3M": {"vocab_size": 8192, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4},
     "27M": {"vocab_size": 32_768, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8},
     "wide": {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 2432, "num_hidden_layers": 2},
+    "0.5B": {
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
 }
-"""Name -> the sizes of a Qwen2 with tied embeddings and heads of 32 dimensions (of 16 for the tiny one)."""
+"""Name -> the sizes of a Qwen2 with tied embeddings; where none are named, heads of 32 dimensions (tiny: 16)."""
 
 TOKENIZER = "tokenizer"
 """A folder of its own inside the model's, for in that one transformers would take Qwen2's tokenizer instead."""
@@ -50,16 +58,15 @@ def make_model(folder: Path, size: str, *, max_length: int = 1024, dtype: str = 
     heads = sizes["hidden_size"] // (16 if size == "tiny" else 32)
     torch.manual_seed(0)
     config = Qwen2Config(
-        **sizes,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
+        **{"num_attention_heads": heads, "num_key_value_heads": heads // 2, **sizes},
         max_position_embeddings=max_length,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen2ForCausalLM(config)
+    with torch.device("cuda" if size == "0.5B" and torch.cuda.is_available() else "cpu"):  # draws it in a second
+        model = Qwen2ForCausalLM(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Peak
+from benchmarks.measure import Peak, wait_for_gpu
 from benchmarks.step_model import TOKENIZER
 
 BETA, LEARNING_RATE, GROUP, COMPLETION = 0.04, 1e-6, 8, 64
@@ -70,6 +70,8 @@ class Seen:
     tokens: list[int] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     """klamp's, of each step."""
+    sampled: list[float] = field(default_factory=list)
+    """Seconds of each generation, in TRL's trainers."""
     extra_mib: float = 0.0
     began: tuple[float, float] | None = None
 
@@ -82,10 +84,22 @@ class Seen:
         """A step is done."""
         assert self.began is not None, "a step ends that never began"
         seconds, cpu = self.began
+        wait_for_gpu()
         self.took.append((time.perf_counter() - seconds, time.process_time() - cpu))
         self.tokens.append(round(tokens))
         self.extra_mib = self.peak.extra_mib()
         self._begin()
+
+    def timing(self, sample: Callable[..., Any]) -> Callable[..., Any]:
+        """A trainer's method that samples, its seconds noted."""
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            completions = sample(*arguments, **options)
+            self.sampled.append(time.perf_counter() - start)
+            return completions
+
+        return timed
 
     def _begin(self) -> None:
         self.turn()
@@ -221,6 +235,8 @@ def _in_trl(
         peft_config=_adapter(setting.lora_r) if setting.lora_r else None,
         callbacks=[Watch()],
     )
+    if hasattr(trainer, "_generate"):
+        trainer._generate = seen.timing(trainer._generate)
     trainer.train()
 
 
@@ -266,16 +282,17 @@ def one(setting: dict[str, Any], turn: Callable[[], None] = lambda: None) -> dic
         "tokens": whole,
         "seconds": [s for s, _ in took],
         "cpu_seconds": [c for _, c in took],
+        "sampling_seconds": seen.sampled[given.warmup :],
         "extra_mib": seen.extra_mib,
     }
 
 
-def write_setting(folder: Path, size: str, length: int, *, count: int = 64) -> tuple[str, str]:
+def write_setting(folder: Path, size: str, length: int, *, count: int = 64, dtype: str = "float32") -> tuple[str, str]:
     """A model folder and a file of prompts for `Setting`."""
     from benchmarks.step_model import SIZES, make_model, write_prompts
 
     model, file = folder / size, folder / f"prompts_{size}_{length}.jsonl"
     if not model.exists():
-        make_model(model, size)
+        make_model(model, size, dtype=dtype)
     write_prompts(file, count=count, length=length, vocab_size=SIZES[size]["vocab_size"])
     return str(model), str(file)

@@ -22,7 +22,7 @@ class HostRecord:
     """One package that klamp's KL is used in."""
 
     needed: str  # what pip may install: a floor, which is tested; a cap only where a break is known
-    upto: str  # the newest version, or series of versions, that klamp's tests have run against
+    upto: str  # the newest version, or series, that klamp's tests passed with: pinned, or in docs/records/newest.md
     door: str  # the module of klamp's that needs it
     extra: str  # the extra of klamp's that installs it; empty: none does
     asked: str  # where its version is asked for: a cell of the table in docs/records/newest.md
@@ -44,7 +44,7 @@ HOSTS: Mapping[str, HostRecord] = {
                           asked="`klamp.trl` on Unsloth", why=_INSIDE),
     "unsloth_zoo": HostRecord(needed="unsloth_zoo>=2026.10.7", upto="2026.10.9", door="klamp.unsloth",
                               extra="unsloth", asked="the same", why=_INSIDE),
-    "transformers": HostRecord(needed="transformers>=4.56.2", upto="5.23", door="klamp", extra="train",
+    "transformers": HostRecord(needed="transformers>=4.56.2", upto="5.24", door="klamp", extra="train",
                                asked="every run of `klamp train`, and `klamp.trl`", why=_PARTS),
     "vllm": HostRecord(needed="vllm", upto="0.32", door="klamp", extra="", why=_SENT,
                        asked="a run that it samples for in TRL or verl; which of them may be used is TRL's and verl's "
