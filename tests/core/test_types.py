@@ -34,6 +34,15 @@ def test_a_tensor_of_another_shape_is_refused_by_name_when_the_batch_is_built(na
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(
+    ("shape", "words"), [((1, 2, 5), "which looks like logits"), ((2,), r"policy_logprobs\[None\]")]
+)
+def test_logits_and_a_single_completion_are_told_apart(shape: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ShapeError, match=words):
+        flat_batch(policy_logprobs=-torch.ones(shape), mask=TRUE, advantages=torch.zeros(1))
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize("name", ["kl", "forward_kl", "mask", "gate", "weight"])
 def test_what_an_anchor_says_in_another_shape_is_refused_by_name(name: str) -> None:
     columns: dict[str, Any] = {"policy_logprobs": ONE, "mask": TRUE, "advantages": torch.zeros(1)}
