@@ -14,10 +14,10 @@ from torch import Tensor
 from klamp.core import surrogates
 from klamp.core.arguments import AT_LEAST_1, COEFFICIENT, check_fields, check_instance, check_number, limited
 from klamp.core.masking import Totals, check_totals, masked, masked_mean, reduce_tokens
-from klamp.core.penalty import kl_metrics, mean_penalty, penalty_name, shifted_advantages
+from klamp.core.penalty import all_shifted, kl_metrics, mean_penalty, penalty_name
 from klamp.core.surrogates import Trusted, TrustRegion
 from klamp.core.term import KLTerm, Weighted, prepare, prepare_terms
-from klamp.core.types import HELD, Advantages, Batch, LossOutput, Reduction, check_batch
+from klamp.core.types import HELD, Batch, LossOutput, Reduction, check_batch
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
 
@@ -110,10 +110,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     policy, mask = masked(batch.policy_logprobs, batch.mask), batch.mask
     old = policy.detach() if batch.old_logprobs is None else masked(batch.old_logprobs, mask)
     terms = prepare_terms(batch, objective.terms)
-    advantages: Advantages = batch.advantages
-    for coefficient, prepared in terms:
-        if coefficient > 0 and prepared.term.placement == "advantage":
-            advantages = shifted_advantages(advantages, prepared, beta=coefficient)
+    advantages = all_shifted(batch.advantages, terms)
     bounds = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
     bounds = {} if objective.surrogate == "score_function" else bounds
     surrogate = functools.partial(SURROGATES[objective.surrogate], policy, old, **bounds)

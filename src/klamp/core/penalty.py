@@ -7,7 +7,7 @@ k3 gives the reverse minus the forward gradient, which cancels to first order ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -205,6 +205,14 @@ def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: floa
         max_log_ratio=term.max_log_ratio,
         kl_mask=prepared.excluded,
     )
+
+
+def all_shifted(advantages: Advantages, terms: Iterable[tuple[float, Prepared]]) -> Advantages:
+    """The advantages less each KL that enters there with a coefficient above 0. [B] or [B, T]"""
+    for coefficient, prepared in terms:
+        if coefficient > 0 and prepared.term.placement == "advantage":
+            advantages = shifted_advantages(advantages, prepared, beta=coefficient)
+    return advantages
 
 
 def kl_metrics(prepared: Prepared) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.core.penalty import shifted_advantages, token_penalty
-from klamp.core.term import KLTerm, Weighted, prepare
+from klamp.core.penalty import all_shifted, token_penalty
+from klamp.core.term import KLTerm, Weighted, prepare, prepare_terms
 from klamp.core.types import Advantages, Batch, Scored, held_anchors
 from klamp.errors import UnsupportedVersion
 
@@ -64,11 +64,8 @@ def gated_penalty(batch: Batch, term: KLTerm, scale: Tensor | None = None) -> Te
 
 def advantages_less_kl(batch: Batch, terms: Sequence[Weighted]) -> Advantages:
     """The advantages less each KL that enters there, of the batch's policy (the present one). [B] or [B, T]"""
-    advantages = batch.advantages
-    for coefficient, term in terms:
-        if coefficient > 0 and term.placement == "advantage":
-            advantages = shifted_advantages(advantages, prepare(batch, term), beta=coefficient)
-    return advantages
+    in_advantage = [weighted for weighted in terms if weighted.term.placement == "advantage"]
+    return all_shifted(batch.advantages, prepare_terms(batch, in_advantage))
 
 
 class ShiftedInputs(dict[str, Any]):

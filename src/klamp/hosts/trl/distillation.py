@@ -125,10 +125,9 @@ class DistillationTrainer(trl.DistillationTrainer):
         if self._klamp is not None:
             check_once(len(self._batches), "calls of klamp's hook", host="TRL")
             batch, logprobs = self._batches.pop()
-            measure.after_loss(
-                cast(TRLTrainer, self), batch, Scoring(logprobs), 0.0
-            )  # not in the wrapped forward: processes wait
-            for kl in self._metrics[mode_of(cast(TRLTrainer, self))].get("teacher/kl", [])[-1:]:
+            trainer = cast(TRLTrainer, self)
+            measure.after_loss(trainer, batch, Scoring(logprobs), 0.0)  # not in the wrapped forward: processes wait
+            for kl in self._metrics[mode_of(trainer)].get("teacher/kl", [])[-1:]:
                 check_kl(kl)
         return loss
 

@@ -111,9 +111,13 @@ def _same_as_host(trainer: TRLTrainer, model: Any, call: dict[str, Any], traits:
         ours = together(_scores(trainer, model, ScoringCall(**call), traits).values())
     except Exception:  # as in klamp.scoring.probe: models refuse in a dozen ways
         return False
-    low = next(model.parameters()).dtype.itemsize < 4 or _is_mixed(trainer)
-    bound = 8 * (also - expected).abs().max() + (1e-2 if low else 1e-5) * expected.abs().max()
+    bound = 8 * (also - expected).abs().max() + (1e-2 if is_coarse(trainer, model) else 1e-5) * expected.abs().max()
     return bool(((ours - expected).abs() <= bound).all())
+
+
+def is_coarse(trainer: TRLTrainer, model: Any) -> bool:
+    """Whether the model computes in fewer than 32 bits."""
+    return next(model.parameters()).dtype.itemsize < 4 or _is_mixed(trainer)
 
 
 def _is_mixed(trainer: TRLTrainer) -> bool:

@@ -18,7 +18,7 @@ from klamp.hosts.common.coefficient import batch_of, loss_mask
 from klamp.hosts.common.control import beta_metrics, held_kl, mean_spread
 from klamp.hosts.common.sampler_weights import COARSE, SAME, SyncReport, check_sync
 from klamp.hosts.common.step_metrics import repeated_pairs, reward_length_correlation
-from klamp.hosts.trl import teacher
+from klamp.hosts.trl import fast_scoring, teacher
 from klamp.hosts.trl.grpo_config import reward_scale
 from klamp.hosts.trl.reference import exact_kl_of, weights_are_split
 from klamp.hosts.trl.session import Scoring, TRLTrainer, log, mode_of
@@ -156,8 +156,8 @@ def watch_positions(trainer: TRLTrainer, output: Any) -> None:
     trainer.model.eval()  # dropout would differ from pass to pass
     gaps = (scores(0) - scores(int(padding[row]))).abs()
     trainer.model.train(was_training)
-    is_low = next(trainer.model.parameters()).dtype.itemsize < 4 or trainer.accelerator.mixed_precision != "no"
-    if gaps.numel() and float(gaps.mean()) > (COARSE if is_low else SAME):
+    bound = COARSE if fast_scoring.is_coarse(trainer, trainer.model) else SAME
+    if gaps.numel() and float(gaps.mean()) > bound:
         trainer._caution(
             f"TRL scores prompts with padding in front at other positions than generation: a completion behind "
             f"{int(padding[row])} padding tokens is up to {float(gaps.max()):.2g} nats per token off. The model has "
