@@ -39,6 +39,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def show_audit(subject: Subject, verdicts: Mapping[str, Verdict]) -> None:
+    """Print a table with a verdict per loss, and each sentence once."""
     means = {loss.name: loss.means for loss in subject.losses}
     show_table(subject.title, HEADINGS, [_row(name, means[name], verdict) for name, verdict in verdicts.items()])
     sentences: dict[str, str] = {}

@@ -123,6 +123,7 @@ MONITOR = "; --kl_monitor loads one, and measures the KL all the same"
 
 
 def settings(config: TrainConfig) -> dict[str, str]:
+    """What a run is configured to do: label -> text."""
     kl, model, kind = config.kl, config.model, reference_kind(config)
     trained = f"a LoRA adapter of rank {model.lora_r} is trained" if model.lora_r else "all weights are trained"
     who = describe_movement(kl) if kind in ("ema", "periodic") else model.ref_model or kl.reference_url or ""
@@ -138,6 +139,7 @@ def settings(config: TrainConfig) -> dict[str, str]:
 
 
 def heading(info: RunInfo) -> dict[str, str]:
+    """The lines above the table of a run: label -> text."""
     lines = settings(info.config)
     lines["model"] += f" ({info.trainable_parameters:,} of {info.parameters:,} parameters, on {info.device})"
     if info.start_step:

@@ -113,6 +113,7 @@ def retention(outcome: Outcome) -> tuple[float | None, float | None, float | Non
 
 
 def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
+    """Print the scores and the KL of a policy, before and after training."""
     steps = "" if subject.steps is None else f", after {subject.steps} steps"
     say(f"{checkpoint}{steps}; greedy answers to held-out prompts of {subject.config.task.task}\n")
     trained = "" if subject.start is None else outcome.rl_skill

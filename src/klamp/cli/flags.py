@@ -100,6 +100,7 @@ def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
 
 @functools.cache
 def configured_fields() -> dict[str, Field]:
+    """Every field of the configuration of a run, by its name."""
     from klamp.lab.config import section_classes
 
     parts = (fields_of(cls, section) for section, cls in section_classes().items())

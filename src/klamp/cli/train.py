@@ -124,6 +124,7 @@ ROWS = {"": "nats per token", "_sequence": "nats per completion", "_original": "
 
 
 def print_summary(config: TrainConfig, summary: RunSummary) -> None:
+    """Print the scores and the KL before and after a run, and where its files are."""
     metrics, kl = summary.final_metrics, config.kl
     done = f"{summary.steps} steps" if summary.steps else "no step was taken (--max_steps 0); the model was evaluated,"
     say(f"\ndone: {done} in {duration(summary.seconds)}\n")

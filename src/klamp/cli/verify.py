@@ -62,6 +62,7 @@ def show_proofs() -> list[Check]:
 
 
 def show_answer(answer: ProvenAnswer) -> Sequence[Check]:
+    """Print the tables and the checks of a question; returns the checks."""
     say(f"{answer.question}\n")
     for table in answer.tables:
         show_table(table.title, table.columns, table.rows)
@@ -84,6 +85,7 @@ def _measured(check: Check) -> str:
 
 
 def run_explain(argv: Sequence[str]) -> int:
+    """Run `klamp explain` and return its exit code."""
     for index, explanation in enumerate(explain(argv)):
         if index:
             say()

@@ -261,6 +261,7 @@ def placed(model: nn.Module, config: TrainConfig) -> nn.Module:
 def load_teachers(
     config: TrainConfig, scorer: Scorer, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> Teachers | None:
+    """The teachers of a run, ready to score; None if it has none."""
     teacher, policy, models = config.teacher, scorer.model, dict[str, Reference]()
     if not teacher.there:
         return None
@@ -325,6 +326,7 @@ def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokeni
 
 
 def check_keys(config: TrainConfig, task: Task, models: Mapping[str, str]) -> None:
+    """Refuse prompts whose key names no teacher."""
     column = config.teacher.teacher_key
     for example in task.train if column else ():
         if (key := str(example.fields.get(column))) not in models:

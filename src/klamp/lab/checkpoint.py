@@ -172,6 +172,7 @@ def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
+    """Read the JSON state of a checkpoint."""
     with reading(checkpoint):
         state = json_of((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         if missing := sorted(STATE - state.keys()):
@@ -220,6 +221,7 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
 
 
 def new_run(checkpoint: Path) -> str:
+    """How to start a new run from a checkpoint, for errors."""
     return f"start a new run from that checkpoint: klamp train --model {folders.policy_in(checkpoint)} --output_dir NEW"
 
 
@@ -230,6 +232,7 @@ def identity(config: TrainConfig, stored: Path | None = None) -> dict[str, Any]:
 
 
 def identity_in(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint stores of its run: ID, configuration, fingerprints."""
     try:
         stored = json_of((checkpoint / IDENTITY).read_text(encoding="utf-8"))
         return {"run": str(stored["run"]), "config": dict(stored["config"]), "sha256": dict(stored["sha256"])}

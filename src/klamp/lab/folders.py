@@ -102,6 +102,7 @@ def number_of(checkpoint: Path) -> int:
 
 
 def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint belongs to."""
     return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
 
 

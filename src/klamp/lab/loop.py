@@ -206,6 +206,7 @@ def grpo_microbatch_step(
 
 
 def needed_reference(ref_model: nn.Module | None, kl_coef: float) -> nn.Module:
+    """The reference; a ConfigError if there is none."""
     if ref_model is None:
         raise ConfigError(
             "kl_coef is positive and there is no reference",
@@ -395,9 +396,8 @@ class Trainer:
                     self.end_step(self.train_step(), interrupt)
             except (KeyboardInterrupt, KlampError) as error:
                 step, folder = self.last_checkpoint()
-                saved = (
-                    "no step was saved yet" if folder is None else f"the state after step {step} is saved in {folder}"
-                )
+                saved = f"the state after step {step} is saved in {folder}"
+                saved = "no step was saved yet" if folder is None else saved
                 if isinstance(error, KeyboardInterrupt):
                     raise self.stopped(saved, resumable=folder is not None) from error
                 if folder is not None:

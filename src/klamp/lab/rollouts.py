@@ -47,9 +47,8 @@ class Rollout:
     gate_kl: Tensor | None = None  # [B] KL (nats per sequence) that decides the clip
     reference_length: Tensor | None = None  # [B] reference lengths in tokens
     old_logprobs: Tensor | None = None  # [B, T] log-probabilities before the first update; None until then
-    before: Scores | None = (
-        None  # the policy's scores before the first update, if a clip or a KL in the reward needs it
-    )
+    before: Scores | None = None
+    """The policy's scores before the first update; None: no clip and no KL in the reward needs them."""
 
 
 def collect(context: Context, examples: Sequence[Example], *, step: int, terms: Sequence[Weighted]) -> Rollout:

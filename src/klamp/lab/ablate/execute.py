@@ -244,6 +244,7 @@ def check_folder(folder: Path, plan: Plan | None = None) -> None:
 
 
 def open_folder(plan: Plan, folder: Path) -> None:
+    """Make the folder of an ablation, and write its plan there."""
     check_folder(folder, plan)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / PLAN, plan_text(plan))

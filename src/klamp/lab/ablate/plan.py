@@ -80,11 +80,13 @@ def runs(plan: Plan) -> tuple[Run, ...]:
 
 
 def run_of(arm: Arm, seed: int, config: TrainConfig, kl_prompts: int) -> Run:
+    """The run of an arm with a seed."""
     name = f"{folder_name(arm.name)}_seed-{seed}"
     return Run(name=name, arm=arm, seed=seed, config=config, kl_prompts=kl_prompts)
 
 
 def run_folder(folder: Path, run: Run) -> Path:
+    """The folder of a run in the folder of the ablation."""
     return folder / RUNS / run.name
 
 

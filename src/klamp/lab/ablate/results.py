@@ -187,6 +187,7 @@ def text_table(table: Sequence[ArmRow]) -> list[tuple[str, ...]]:
 
 
 def markdown(table: Sequence[ArmRow]) -> str:
+    """The table as a Markdown page, with notes on how to read it."""
     heading, *rows = (f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in text_table(table))
     rule = "|---" * (heading.count(" | ") + 1) + "|"
     return "\n\n".join(("\n".join((heading, rule, *rows)), *NOTES)) + "\n"

@@ -60,6 +60,7 @@ def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> No
 
 
 def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallback]) -> GRPOTrainer:
+    """The trainer of a run by TRL, with klamp's models, prompts and rewards."""
     model, rollout = config.model, config.rollout
     cpu = config.run.cpu or not torch.accelerator.is_available()
     with warnings.catch_warnings(action="ignore", category=KLWarning):  # said when the configuration was made

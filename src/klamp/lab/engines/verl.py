@@ -118,6 +118,7 @@ def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None
 
 
 def command(config: TrainConfig, folder: Path, python: str) -> list[str]:
+    """The command that starts verl for a run."""
     return [python, "-m", "verl.trainer.main_ppo", *verl_overrides(config, folder, shape_of(config.model.model))]
 
 
