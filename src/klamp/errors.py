@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -175,6 +176,11 @@ def unknown_name(kind: str, name: object, choices: Iterable[str], *, why: str = 
 def brief(text: str, longest: int = LONGEST_VALUE) -> str:
     """A text for a message, cut where it is too long to be read."""
     return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def text_of(error: BaseException) -> str:
+    """The type and the text of an error of somebody else's code, also of one whose text cannot be printed."""
+    return traceback.format_exception_only(error)[-1].strip()
 
 
 def missing_library(library: str, *, by: str, instead: str = "") -> MissingLibrary:

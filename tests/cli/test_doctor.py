@@ -139,7 +139,7 @@ def test_what_the_run_was_warned_of_stands_first(tmp_path: Path, capsys: pytest.
     assert main(["doctor", str(tmp_path)]) == 0
     assert "caution      no chat template" in capsys.readouterr().out.splitlines()[1]
     main(["doctor", str(tmp_path), "--json"])
-    assert json.loads(capsys.readouterr().out)["cautions"] == ["no chat template"]
+    assert json.loads(capsys.readouterr().out)["cautions"][0] == "no chat template"
     (tmp_path / "config.yaml").write_text("beta: 0.1\nhistory: [{until: 3, beta: 0.5}]\n", encoding="utf-8")
     assert main(["doctor", str(tmp_path)]) == 0
     assert "changed      after step 3: beta 0.5 -> 0.1" in capsys.readouterr().out.splitlines()[1]

@@ -54,6 +54,11 @@ def test_a_run_that_did_not_end(folder: Path) -> None:
         file.write('{"step": 3, "rew')
     history = read_record(folder)
     assert history.step == 2 and history.completions == {} and history.settings.rl_skill is None
+    assert "before its last step" in history.cautions[0], "a reward may have ended the process with exit code 0"
+    (folder / "metrics.jsonl").unlink()
+    (folder / "versions.json").write_text("{}")
+    with pytest.raises(DataError, match="has not finished a step"):
+        read_record(folder)
 
 
 def test_a_damaged_configuration(folder: Path) -> None:

@@ -50,6 +50,9 @@ def test_what_is_no_task_is_refused(tmp_path: Path) -> None:
         load(f"{HERE}:doubles")
     with pytest.raises(ConfigError, match="cannot be imported"):
         load(f"{tmp_path / 'none.py'}:task")
+    (tmp_path / "ends.py").write_text("raise BaseException('on import')")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        load(f"{tmp_path / 'ends.py'}:task")
 
 
 @pytest.mark.parametrize(

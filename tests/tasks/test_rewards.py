@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 from collections.abc import Callable
@@ -191,6 +192,26 @@ def test_an_exception_becomes_a_reward_error_that_keeps_its_cause() -> None:
     with pytest.raises(RewardError, match=r"(?s)my_reward raised ValueError.*'two'.*what is 1\+1\?") as caught:
         checked(broken, name="my_reward")(QUESTION, "two")
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+class Unprintable(BaseException):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_an_error_without_a_text_and_a_closed_stdout_are_reward_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(example: Example, completion: str) -> float:
+        raise Unprintable
+
+    def closes(example: Example, completion: str) -> float:
+        sys.stdout.close()
+        return 0.0
+
+    with pytest.raises(RewardError, match="my_reward raised Unprintable"):
+        checked(broken, name="my_reward")(QUESTION, "two")
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    with pytest.raises(RewardError, match="closed stdout"):
+        checked(closes, name="my_reward")(QUESTION, "two")
 
 
 def test_math_verify_works_off_the_main_thread() -> None:

@@ -24,7 +24,7 @@ from klamp.audit.capture import Capture, roundoff
 from klamp.audit.conclude import Reading
 from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
-from klamp.errors import ConfigError, unknown_name
+from klamp.errors import ConfigError, text_of, unknown_name
 from klamp.files import at_home, with_end
 
 CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
@@ -49,8 +49,10 @@ def load_function(path: str) -> Callable[..., Any]:
             loaded: Any = SimpleNamespace(**runpy.run_path(str(with_end(at_home(module)))))
         else:
             loaded = import_module(module)
-    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
-        got, why = f"{type(error).__name__}: {error}", "it is looked for in this folder and in the installed packages"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # importing runs the user's code, which may raise anything
+        got, why = text_of(error), "it is looked for in this folder and in the installed packages"
         fix = "run from the folder that holds the module, put it on PYTHONPATH, or write path/to/file.py:function"
         raise ConfigError(f"{path} cannot be imported", got=got, why=why, fix=fix) from error
     try:

@@ -18,7 +18,7 @@ from klamp.errors import ConfigError, KLWarning, RunFolderError
 from klamp.files import at_home, json_of, with_end, yaml_of
 from klamp.lab.config import TrainConfig, field_owners
 from klamp.lab.tasks.base import short_name
-from klamp.names import CONFIG, OUTCOME
+from klamp.names import CONFIG, OUTCOME, SUMMARY
 
 SCORE = "eval/"  # how the name of a skill's score begins in metrics.jsonl
 CHECKPOINTS = "checkpoints"  # the folder inside a run's folder that holds one folder per checkpoint
@@ -203,7 +203,8 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         why, fix = "a run writes several files into a folder", "choose another --output_dir"
     elif full and not resume:
         what = f"the output folder holds {'another run' if is_run else 'other files'}"
-        why = "a run never writes over what is there"
+        ended = (folder / SUMMARY).exists() or not is_run
+        why = "a run never writes over what is there" + ("" if ended else "; that run has not reached its last step")
         fix = "choose another --output_dir, delete the folder, or continue that run with --resume"
     elif resume and not is_run and (full or not exists):
         what, why = "there is no run to continue in the output folder", f"it has no {CONFIG}"

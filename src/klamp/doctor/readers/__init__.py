@@ -11,7 +11,7 @@ from klamp.doctor.readers import logs, rollouts
 from klamp.doctor.readers.files import json_lines, refuse_names, text_lines, unreadable
 from klamp.doctor.readers.klamp_run import is_klamp_run, read_klamp_run, with_report
 from klamp.files import with_end
-from klamp.names import METRICS_FILE
+from klamp.names import CONFIG, METRICS_FILE, VERSIONS
 
 TOKEN_EXPORT = "step_*/rank_*.jsonl"
 TEXTS = (".csv", ".tsv", ".log", ".txt")
@@ -67,6 +67,13 @@ def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
         raise unreadable("several W&B runs lie in one folder", path, why=folders, fix="name one of them")
     if runs:
         return logs.read_wandb(runs[0], names)
+    if (path / CONFIG).is_file() and (path / VERSIONS).is_file():
+        what, why = (
+            "a klamp run that has not finished a step",
+            f"it has no {METRICS_FILE}: it was started a moment ago, ",
+        )
+        fix = "look again in a moment; if its process is gone, read what it printed last (a reward may have ended it)"
+        raise unreadable(what, path, why=why + "or its process ended", fix=fix)
     return _read_lines(path, names) if not logs.event_folders(path) else logs.read_tensorboard(path, names)
 
 

@@ -22,6 +22,7 @@ PLACE = ("output_dir", "resume")
 """Fields that say where a run is, and are no part of it."""
 SAID = ("beta", "loss_type", "scale_rewards")
 """Settings that the arguments of a TRL run say, and its log does not."""
+UNFINISHED = f"the run has no {SUMMARY}: it is still running, or it ended before its last step"
 NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 """Sorts names by the numbers in them: beta-0 before beta-0.01 before beta-0.1."""
 
@@ -49,6 +50,7 @@ def read_klamp_run(path: Path) -> History:
     add_tokens(history, path)
     if (path / CAUTIONS).is_file():  # a resumed run says them again
         history.cautions += dict.fromkeys(str(row.get("text", "")) for row in json_lines(path / CAUTIONS))
+    history.cautions += [] if summary else [UNFINISHED]
     return history
 
 

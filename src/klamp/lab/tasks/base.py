@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,7 @@ from typing import Any
 from klamp.audit.function import load_function
 from klamp.config.fields import setting
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields
-from klamp.errors import ConfigError, DataError, RewardError, brief, unknown_name
+from klamp.errors import ConfigError, DataError, RewardError, brief, text_of, unknown_name
 
 RewardFunction = Callable[["Example", str], Any]
 """An unchecked reward: an example and the text of one completion give a number."""
@@ -153,7 +154,10 @@ def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], 
             what = f"the reward function {name} raised {type(error).__name__}"
             fix = "make the function return a number for every completion, 0 where it cannot be judged"
             why = "a completion without a reward cannot be trained on"
-            raise RewardError(what, got=f"{error}\n{where}", why=why, fix=fix) from error
+            raise RewardError(what, got=f"{text_of(error)}\n{where}", why=why, fix=fix) from error
+        if sys.stdout is not None and sys.stdout.closed:
+            what, fix = f"the reward function {name} closed stdout", "let it write to a file of its own"
+            raise RewardError(what, got=where.strip(), why="nothing can be printed after that", fix=fix)
         number = _as_float(value)
         if number is not None and abs(number) <= LARGEST_REWARD:
             return number
