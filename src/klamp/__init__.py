@@ -19,7 +19,12 @@ _HOMES = {
 __all__ = [name for name in sorted(_HOMES) if _HOMES[name] != "klamp"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
+_OF_TRL = ("GRPOConfig", "GRPOTrainer", "DistillationConfig", "DistillationTrainer")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _OF_TRL:  # an AttributeError would lose its text in `from klamp import NAME`
+        raise ImportError(f"klamp's {name} is in klamp.trl: from klamp.trl import {name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'klamp' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     if _HOMES[name] == "klamp":

@@ -144,6 +144,8 @@ def test_a_name_that_klamp_has_not_is_an_attribute_error() -> None:
         _ = klamp.kl_penalti  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ImportError):
         from klamp import kl_penalti  # pyright: ignore  # noqa: F401
+    with pytest.raises(ImportError, match="from klamp.trl import GRPOConfig"):
+        from klamp import GRPOConfig  # pyright: ignore  # noqa: F401
 
 
 @pytest.mark.parametrize("name", EXPORTED)

@@ -116,6 +116,8 @@ def test_the_length_is_the_users_else_the_columns_else_measured() -> None:
     column: Any = [{"reference_length": 3}, {}] * 4
     users = KLControl(KLConfig(kl_reference_length=7, **CLIP))
     assert reference_lengths(generation(rows=column), users).tolist() == [7.0] * ROWS
+    with pytest.raises(ConfigError, match="a reference_length in the data must be a number"):
+        KLControl(KLConfig(**CLIP)).reference_lengths(["12"])
     mixed = KLControl(KLConfig(**CLIP))
     near = generation(rows=column, apart=1e-4)
     mean = float(near.lengths.float().mean())

@@ -39,7 +39,7 @@ from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss
 from klamp.core.term import Weighted
 from klamp.core.topk import topk_kl
-from klamp.errors import ConfigError, DataError, ModelError, NonFiniteError
+from klamp.errors import ConfigError, DataError, ModelError, NonFiniteError, UnknownNameError
 from klamp.trl import GRPOConfig, effective
 
 COEF = 0.6
@@ -301,8 +301,14 @@ def test_what_trl_cannot_do_is_refused_before_a_model_is_loaded(options: dict[st
 
 
 def test_a_teacher_that_does_not_fit_is_refused(base: Any, teacher: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="do not leave the teacher to it"):
+    with pytest.raises(ConfigError, match="say nothing of a teacher"):
         klamp_trainer(copy.deepcopy(base), tmp_path, trainer={"teacher_model": teacher})
+    with pytest.raises(ConfigError, match="the arguments name one"):
+        klamp_trainer(copy.deepcopy(base), tmp_path, trainer={"teacher_model": teacher}, teacher_model="x")
+    with pytest.raises(ModelError, match="there is no model at this path"):
+        klamp_trainer(copy.deepcopy(base), tmp_path, teacher_model="./no-such-folder")
+    with pytest.raises(UnknownNameError, match=r"(?s)unknown field of GRPOConfig.*did you mean 'teacher_coef'"):
+        arguments(teacher_coeff=1.0)
     with pytest.raises(ConfigError, match="fields of a teacher are set and none is named"):
         klamp_trainer(copy.deepcopy(base), tmp_path, teacher_coef=1.0)
     with pytest.raises(ConfigError, match="needs a model with a PEFT adapter"):

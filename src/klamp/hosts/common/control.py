@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from klamp.config import KLConfig
 from klamp.config.kl import wide_clip
 from klamp.config.loss import Price, price_at_distance
-from klamp.core.arguments import check_instance, describe, is_finite_number
+from klamp.core.arguments import AT_LEAST_1, check_instance, check_number, describe, is_finite_number
 from klamp.core.controllers import FixedController, HoldController, kl_schedule_factor
 from klamp.doctor.alarms_kl import REFERENCE_DIFFERS
 from klamp.errors import ConfigError, KLWarning, NonFiniteError, RunFolderError
@@ -126,6 +126,10 @@ class KLControl:
         """The reference length of each row in tokens: the user's number, else the data's, else the measured one."""
         if self.kl.kl_reference_length is not None:
             return [self.kl.kl_reference_length] * len(column)
+        for length in column:
+            check_number(
+                "a reference_length in the data", length, AT_LEAST_1, optional=True, fix="leave the column out"
+            )
         return [self.reference_length if length is None else length for length in column]
 
     def take_length(self, length: float) -> None:

@@ -15,7 +15,7 @@ from klamp.config import KLConfig
 from klamp.config.fields import host_refusals, resolve_aliases
 from klamp.config.kl import ALIASES, check_beta
 from klamp.config.teacher import TeacherConfig
-from klamp.errors import KLWarning, Refusal
+from klamp.errors import KLWarning, Refusal, check_name
 
 
 def _field(name: str, kind: Any, text: str) -> tuple[str, Any, Any]:
@@ -38,7 +38,17 @@ def _fields(config: type, unset: str) -> list[tuple[str, Any, Any]]:
 _OTHER_NAMES = [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()]
 _OF_KL = _fields(KLConfig, "Unset: {!r}, or the host's own KL if no KL field is set.")
 _OF_TEACHER = _fields(TeacherConfig, "Unset: {!r}.")
-_SPACE = {"__module__": __name__}
+
+
+def _new(cls: Any, *_: Any, **options: Any) -> Any:
+    """A field that does not exist is refused with the nearest name, as on the command line."""
+    names = [field.name for field in dataclasses.fields(cls) if field.init]
+    for name in options:
+        check_name(f"field of {cls.__name__}", name, names)
+    return object.__new__(cls)
+
+
+_SPACE = {"__module__": __name__, "__new__": _new}
 KLFields: Any = dataclasses.make_dataclass("KLFields", [*_OTHER_NAMES, *_OF_KL, *_OF_TEACHER], namespace=_SPACE)
 """The fields of `klamp.KLConfig` but `beta`, and of `klamp.TeacherConfig`."""
 TeacherFields: Any = dataclasses.make_dataclass("TeacherFields", _OF_TEACHER, namespace=_SPACE)

@@ -52,8 +52,11 @@ def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Mo
 
 
 def check_folder(name: Any) -> None:
-    """Refuse a folder that TRL is about to load and that lacks some of the model's weights; all else is let be."""
+    """Refuse a path that does not exist, and a folder that lacks some of the model's weights; all else is let be."""
     info: Any = {}
+    if isinstance(name, str) and name[:1] in (".", "/", "~") and not Path(name).is_dir():
+        fix = "check the path, from the folder in which the program runs"
+        raise ModelError("there is no model at this path", got=name, why="TRL would look for it on the hub", fix=fix)
     if isinstance(name, str) and Path(name).is_dir():
         with suppress(Exception):  # whatever else is wrong with it, TRL says so in its own words
             load: Any = grpo_trainer.create_model_from_path
