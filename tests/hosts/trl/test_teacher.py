@@ -301,7 +301,7 @@ def test_what_trl_cannot_do_is_refused_before_a_model_is_loaded(options: dict[st
 
 
 def test_a_teacher_that_does_not_fit_is_refused(base: Any, teacher: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="say nothing of a teacher"):
+    with pytest.raises(ConfigError, match="have no teacher"):
         klamp_trainer(copy.deepcopy(base), tmp_path, trainer={"teacher_model": teacher})
     with pytest.raises(ConfigError, match="the arguments name one"):
         klamp_trainer(copy.deepcopy(base), tmp_path, trainer={"teacher_model": teacher}, teacher_model="x")

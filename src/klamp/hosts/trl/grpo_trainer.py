@@ -93,7 +93,7 @@ def check_teacher(config: TeacherConfig | None, teacher_model: Any) -> None:
     refuse([
         Refusal(
             teacher_model is not None and not nobody,
-            f"teacher_model is passed, and the arguments {'say nothing of a teacher' if config is None else 'name one'}",
+            f"teacher_model is passed, and the arguments {'have no teacher' if config is None else 'name one'}",
             got="no teacher_coef" if config is None else f"teacher_kind {config.kind!r} in the arguments",
             why="the trainer's arguments say what a teacher is for, and only one place may say who it is",
             fix="set teacher_coef (and teacher_placement) in klamp.trl.GRPOConfig, and nothing that names a teacher",
