@@ -117,7 +117,7 @@ def test_the_length_is_the_users_else_the_columns_else_measured() -> None:
     users = KLControl(KLConfig(kl_reference_length=7, **CLIP))
     assert reference_lengths(generation(rows=column), users).tolist() == [7.0] * ROWS
     with pytest.raises(ConfigError, match="a reference_length in the data must be a number"):
-        KLControl(KLConfig(**CLIP)).reference_lengths(["12"])
+        KLControl(KLConfig(**CLIP)).reference_lengths(["12"])  # pyright: ignore[reportArgumentType]
     mixed = KLControl(KLConfig(**CLIP))
     near = generation(rows=column, apart=1e-4)
     mean = float(near.lengths.float().mean())
