@@ -177,7 +177,6 @@ class DoctorOptions:
     the KL could not be checked.
 
       klamp doctor outputs/checkpoint-500/trainer_state.json --loss_type dr_grpo --verifier rules
-      klamp doctor runs/arithmetic-001 --check-sync
       klamp doctor outputs --json --fail-on huge-values kl-spike
       klamp doctor log.jsonl --map kl=my_kl reward=my_reward
     """
@@ -196,8 +195,6 @@ class DoctorOptions:
     """Coefficient of the KL to a teacher, if the record does not have it."""
     verifier: Verifier | None = None
     """What gives the reward (rules, or a model), if the record does not have it."""
-    check_sync: bool = False
-    """Score kept completions again, and say whose log-probabilities sampler and trainer reported."""
     map: tuple[str, ...] = ()
     """OURS=THEIRS: klamp's name of a metric (or kl, reward, length, ...), and its name in the record."""
 
