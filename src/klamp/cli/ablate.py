@@ -13,13 +13,14 @@ from rich.console import Console
 from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entries, read_file
 from klamp.cli.commands import AblateOptions, fields_after, read_command
 from klamp.cli.display import Drawn
+from klamp.cli.report import records
 from klamp.cli.text import FAILED, number, say, show_paragraph, show_table
 from klamp.errors import ConfigError, TrainingStopped, unknown_name, without_credentials
 from klamp.files import at_home
-from klamp.lab.ablate.execute import Executor, check_folder, compare, execute, local_executor
+from klamp.lab.ablate.execute import Executor, RayExecutor, check_folder, compare, execute, local_executor
 from klamp.lab.ablate.plan import KL_PROMPTS, OWNED, Arm, Plan, Run, as_runs, folder_name, grid, plan_text, runs
 from klamp.lab.ablate.results import NOTES, ArmRow, Outcome, Result, is_done, text_table
-from klamp.lab.folders import free_folder
+from klamp.lab.folders import free_folder, read_config
 
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
 """Field -> an ablation's default if it differs from that of `klamp train`: many runs need much room on disk."""
@@ -73,8 +74,6 @@ def _execute(
 def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
     if options.ray is None:
         return local_executor(len(every), workers=options.workers, cpu=all(run.config.run.cpu for run in every))
-    from klamp.lab.ablate.execute import RayExecutor
-
     cpus = 1.0 if options.cpus_per_run is None else options.cpus_per_run
     return RayExecutor(address=options.ray, cpus_per_run=cpus, gpus_per_run=options.gpus_per_run or 0.0)
 
@@ -185,9 +184,6 @@ def show_result(result: Result, command: str) -> int:
 def compare_runs(options: AblateOptions, command: str) -> int:
     """Measure the runs, write their table and picture, show them; returns the exit code."""
     import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last measurement)
-
-    from klamp.cli.report import records
-    from klamp.lab.folders import read_config
 
     configs = [(folder, read_config(folder)[1]) for folder in records(options.runs)]
     compared = as_runs(configs, kl_prompts=options.kl_prompts or KL_PROMPTS)
