@@ -15,9 +15,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-
 from klamp.names import HINTS
 
 LONGEST_PART = 1000
@@ -187,8 +184,6 @@ def extra_with(library: str) -> str | None:
         declared = metadata.requires("klamp") or []
     except metadata.PackageNotFoundError:  # a source tree that was never installed
         return None
-    for requirement in map(Requirement, declared):
-        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker))
-        if extra and extra[1] != "dev" and canonicalize_name(requirement.name) == canonicalize_name(library):
-            return extra[1]
-    return None
+    name = re.sub("[-_.]+", "[-_.]+", library)  # as pip compares names
+    asks = re.compile(rf"{name}(?![\w.-]).*extra == ['\"](?!dev['\"])([\w-]+)['\"]", re.IGNORECASE)
+    return next((match[1] for match in map(asks.match, declared) if match), None)
