@@ -69,7 +69,7 @@ def test_trl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install, server, launch, look, _ = commands(text)
     assert "trl[vllm]" in install and "vLLM 0.22 to 0.31" in install
     assert server.startswith("CUDA_VISIBLE_DEVICES=4,5,6,7 trl vllm-serve --model ") and server.endswith(" &")
-    assert look == "klamp report runs/gsm8k-trl" and "runs/gsm8k-trl/checkpoint-N" in text
+    assert look == "klamp report runs/gsm8k-trl"
     _the_server_takes(shlex.split(server.rstrip(" &"))[3:])
     assert launch.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3 ")
     told = _accelerate_takes(shlex.split(launch)[3:])
@@ -102,7 +102,6 @@ def test_verl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install, start, look, _ = commands(text)
     assert "verl[vllm]" in install and "vLLM 0.24.0" in install
     assert start == "klamp train --config verl.yaml" and look == "klamp report runs/gsm8k-verl"
-    assert "actor/huggingface" in text
     config = parse_train(shlex.split(start)[2:])[0]
     told = dict(word.split("=", 1) for word in verl_overrides(config, folder / "run", shape_of("seven")))
     assert told["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == "4"
@@ -180,11 +179,11 @@ def test_the_command_that_starts_a_teachers_server(
     assert len(commands(prepared("trl", capsys))) == 5, "no server where there is none"
 
 
-def test_an_adapter_is_said_to_lie_where_it_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = prepared("trl", capsys, "--lora_r", "8")
-    assert "checkpoint-N, the adapter, as peft loads it" in text and "klamp evaluate" in text
-    text = prepared("verl", capsys, "--lora_r", "8")
-    assert "global_step_N, the adapter, in verl's shards alone" in text and "klamp evaluate" not in text
+def test_an_adapter_that_lies_in_verls_shards_is_not_evaluated(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "klamp evaluate" in prepared("trl", capsys, "--lora_r", "8")
+    assert "klamp evaluate" not in prepared("verl", capsys, "--lora_r", "8")
 
 
 @pytest.mark.parametrize("backend", ["trl", "verl"])

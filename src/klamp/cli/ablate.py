@@ -108,13 +108,13 @@ def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
     if ignored := [flag for flag in flags if flag not in sweep and all(flag in arm.values for arm in arms)]:
         why, fix = "every arm of the plan sets it", f"leave --{ignored[0]} out, or change the arms"
         raise ConfigError(f"--{ignored[0]} has no effect", why=why, fix=fix)
-    asked = options.seeds[0] if len(options.seeds) == 1 else list(options.seeds) or plan.get("seeds", 3)
+    seeds = options.seeds[0] if len(options.seeds) == 1 else list(options.seeds) or plan.get("seeds", 3)
     name = plan.get("name") or "-".join(sweep) or Path(options.plan or str(base.get("task", "arithmetic"))).stem
     return Plan(
         name=folder_name(str(name)),
         base={**DEFAULTS, **preset_values(preset), **base},
         arms=arms,
-        seeds=seeds_of(asked),
+        seeds=seeds_of(seeds),
         kl_prompts=options.kl_prompts or plan.get("kl_prompts", KL_PROMPTS),
     ), options
 

@@ -20,13 +20,6 @@ INSTALL = {
     "verl": "pip install '.[train,verl]' 'verl[vllm]'   # once, apart from others; verl 0.9.1 names vLLM 0.24.0",
 }
 """Backend -> what brings it with its engine, in a clone of klamp; which vLLM that is."""
-LIES = {
-    ("trl", False): "checkpoint-N, as transformers loads it",
-    ("trl", True): "checkpoint-N, the adapter, as peft loads it",
-    ("verl", False): "checkpoints/global_step_N/actor/huggingface, as transformers loads it",
-    ("verl", True): "checkpoints/global_step_N, the adapter, in verl's shards alone",
-}
-"""Backend, and whether an adapter is trained -> where the model lies in a run's folder."""
 
 
 def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
@@ -35,7 +28,7 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
     from klamp.lab.models import shape_of
     from klamp.lab.setup import open_inputs
 
-    backend, folder = config.run.backend, run_folder(config)
+    backend = config.run.backend
     words = [word for word in argv if word != "--prepare"]
     if backend not in INSTALL:
         why = "klamp's own loop is for one machine"
@@ -48,14 +41,15 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
         commands = [shlex.join(["klamp", "train", *words])]
     else:
         load, commands = _trl(words, config, shape, longest)
-    adapter, looks = config.model.lora_r > 0, [["report"], ["evaluate", "--checkpoint"]]
-    ends = [shlex.join(["klamp", *look, str(folder)]) for look in looks[: 1 if adapter and backend == "verl" else 2]]
+    looks = [["report"]]
+    if backend != "verl" or not config.model.lora_r:  # verl keeps an adapter in shards of its own
+        looks.append(["evaluate", "--checkpoint"])
+    ends = [shlex.join(["klamp", *look, str(run_folder(config))]) for look in looks]
     lines = [INSTALL[backend], *_teachers_server(config, longest), *commands, *ends]
     return "\n\n".join([
         "klamp train --prepare: model, prompts and reward are opened; nothing is started or written",
         *([] if load is None else [_sizes(config, load)]),
         "next, where the GPUs are\n\n" + "\n".join(f"  {line}" for line in lines),
-        f"the model: {folder / LIES[backend, adapter]}",
     ])  # fmt: skip
 
 
