@@ -17,7 +17,7 @@ from klamp.cli.report import records
 from klamp.cli.text import FAILED, number, say, show_paragraph, show_table
 from klamp.errors import ConfigError, TrainingStopped, unknown_name, without_credentials
 from klamp.files import at_home
-from klamp.lab.ablate.execute import Executor, RayExecutor, check_folder, compare, execute, local_executor
+from klamp.lab.ablate.execute import Executor, check_folder, compare, execute, local_executor
 from klamp.lab.ablate.plan import KL_PROMPTS, OWNED, Arm, Plan, Run, as_runs, folder_name, grid, plan_text, runs
 from klamp.lab.ablate.results import NOTES, ArmRow, Outcome, Result, is_done, text_table
 from klamp.lab.folders import free_folder, read_config
@@ -74,6 +74,8 @@ def _execute(
 def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
     if options.ray is None:
         return local_executor(len(every), workers=options.workers, cpu=all(run.config.run.cpu for run in every))
+    from klamp.lab.ablate.execute import RayExecutor
+
     cpus = 1.0 if options.cpus_per_run is None else options.cpus_per_run
     return RayExecutor(address=options.ray, cpus_per_run=cpus, gpus_per_run=options.gpus_per_run or 0.0)
 
