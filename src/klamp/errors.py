@@ -151,7 +151,7 @@ def check_name(kind: str, name: object, choices: Iterable[str | None]) -> None:
 
 
 def unknown_name(kind: str, name: object, choices: Iterable[str], *, why: str = "", fix: str = "") -> UnknownNameError:
-    """The error for a name (a flag has its dashes) of which `choices` exist; the fix is the nearest one, else `fix`."""
+    """The error for a name (a flag with its dashes) outside `choices`; proposes the nearest one, else `fix` or all."""
     names = sorted(choices)
     dashes, plain = "--" * str(name).startswith("--"), str(name).removeprefix("--")
     hint = f"{dashes}{HINTS.get(plain)}"

@@ -41,9 +41,8 @@ class Field:
     @property
     def choices(self) -> tuple[str, ...]:
         """The names that a value may be; empty if it is no name."""
-        return tuple(
-            name for kind in self.types if typing.get_origin(kind) is Literal for name in typing.get_args(kind)
-        )
+        literals = (kind for kind in self.types if typing.get_origin(kind) is Literal)
+        return tuple(name for literal in literals for name in typing.get_args(literal))
 
     @property
     def is_switch(self) -> bool:
