@@ -18,8 +18,6 @@ from typing import Any
 
 from klamp.names import HINTS
 
-LONGEST_VALUE = 200
-"""Characters of a wrong value that a message shows."""
 LONGEST_PART = 1000
 """Characters that a message shows of what klamp received, and of the reason, which may repeat it."""
 URL = re.compile(r"([A-Za-z][\w+.-]*://)(\S+)")
@@ -44,11 +42,7 @@ def _shown(match: re.Match[str]) -> str:
 class KlampError(Exception):
     """Root of every klamp error; its text reads what / got / why / fix, with no credentials of a URL in it.
 
-    Args:
-        what: one sentence that says what is wrong.
-        got: the value that klamp received; the text shows its first thousand characters.
-        why: why that cannot work, cut like `got`, which it may repeat.
-        fix: what to change.
+    The text shows the first thousand characters of `got`, the value that klamp received, and of `why`.
     """
 
     def __init__(self, what: str, *, got: object = None, why: str = "", fix: str = "") -> None:
@@ -158,13 +152,7 @@ def check_name(kind: str, name: object, choices: Iterable[str | None]) -> None:
 
 
 def unknown_name(kind: str, name: object, choices: Iterable[str], *, why: str = "", fix: str = "") -> UnknownNameError:
-    """The error for a name that is not in a table, with the nearest known name as the fix.
-
-    Args:
-        kind, name: what the name stands for, e.g. "KL estimator"; the name that was given, a flag with its dashes.
-        choices: the names that exist.
-        why, fix: the reason, and the way out if no known name is near; by default the list of known names.
-    """
+    """The error for a name (a flag with its dashes) outside `choices`; proposes the nearest one, else `fix` or all."""
     names = sorted(choices)
     dashes, plain = "--" * str(name).startswith("--"), str(name).removeprefix("--")
     hint = f"{dashes}{HINTS.get(plain)}"
@@ -173,8 +161,8 @@ def unknown_name(kind: str, name: object, choices: Iterable[str], *, why: str = 
     return UnknownNameError(f"unknown {kind}", got=brief(repr(name)), why=why or f"known: {', '.join(names)}", fix=fix)
 
 
-def brief(text: str, longest: int = LONGEST_VALUE) -> str:
-    """A text for a message, cut where it is too long to be read."""
+def brief(text: str, longest: int = 200) -> str:
+    """A text for a message, cut after so many characters."""
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
@@ -202,12 +190,6 @@ def extra_with(library: str) -> str | None:
         declared = metadata.requires("klamp") or []
     except metadata.PackageNotFoundError:  # a source tree that was never installed
         return None
-    for requirement in declared:
-        match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", requirement)
-        if match and match[2] != "dev" and _as_pip_compares(match[1]) == _as_pip_compares(library):
-            return match[2]
-    return None
-
-
-def _as_pip_compares(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    name = re.sub("[-_.]+", "[-_.]+", library)  # as pip compares names
+    asks = re.compile(rf"{name}(?![\w.-]).*extra == ['\"](?!dev['\"])([\w-]+)['\"]", re.IGNORECASE)
+    return next((match[1] for match in map(asks.match, declared) if match), None)

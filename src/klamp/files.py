@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ LARGEST_YAML = 1_000_000
 
 def at_home(name: str | Path) -> Path:
     """The path that a name stands for; `~` is the home folder, if the user has one."""
-    with suppress(RuntimeError):
-        return Path(name).expanduser()
-    return Path(name)
+    return Path(os.path.expanduser(name))  # noqa: PTH111  (that of a Path raises where there is no such home)
 
 
 def followed(path: Path) -> Path:

@@ -1,7 +1,4 @@
-"""Names that several rooms share: the files of a run, the KL to prefer, and what other trainers call klamp's options.
-
-It imports nothing of klamp, and no library.
-"""
+"""Names that several rooms share: a run's files, the KL to prefer, other trainers' names; it imports no library."""
 
 from __future__ import annotations
 

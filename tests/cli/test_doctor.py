@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.training.conftest import stored, tiny_llama
 
 from klamp.cli import main
 
@@ -143,36 +142,6 @@ def test_what_the_run_was_warned_of_stands_first(tmp_path: Path, capsys: pytest.
     (tmp_path / "config.yaml").write_text("beta: 0.1\nhistory: [{until: 3, beta: 0.5}]\n", encoding="utf-8")
     assert main(["doctor", str(tmp_path)]) == 0
     assert "changed      after step 3: beta 0.5 -> 0.1" in capsys.readouterr().out.splitlines()[1]
-
-
-def kept_run(folder: Path) -> Path:
-    """A run of two steps with its completions and checkpoints."""
-    llama = stored(tiny_llama(), folder.parent / "llama")
-    sizes = ["--max_steps", "2", "--prompts_per_step", "2", "--num_generations", "2", "--max_completion_length", "4"]
-    kept = ["--save_every", "1", "--log_completions_every", "1", "--report_to", "none", "--cpu", "--eval_size", "2"]
-    assert main(["train", "--model", llama, "--output_dir", str(folder), "--train_size", "8", *sizes, *kept]) == 0
-    return folder
-
-
-def test_whose_log_probabilities_sampler_and_trainer_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = kept_run(tmp_path / "run")
-    capsys.readouterr()
-    main(["doctor", str(run), "--check-sync", "--fail-on", "huge-values"])
-    out = capsys.readouterr().out
-    assert "sync at step 1: yes" in out and "sync at step 2: yes" in out
-    assert "sampler      the sampler has the weights' log-probabilities" in out
-    file = run / "completions.jsonl"
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    for row in rows:
-        row["sampler_logprobs"] = [value - 1.0 for value in row["sampler_logprobs"]]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert main(["doctor", str(run), "--check-sync", "--json", "--fail-on", "huge-values"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["failed"] == ["sync at step 1", "sync at step 2"]
-    assert found["sync"][0]["gaps"]["sampler"]["weights"] == pytest.approx(1.0, abs=1e-3)
-    assert found["sync"][0]["gaps"]["trainer"]["weights"] < 1e-4
 
 
 def log(folder: Path, **columns: object) -> str:

@@ -87,7 +87,7 @@ def test_words_and_flags_of_a_command_come_in_any_order() -> None:
     for words in ("--json log --fail_on a b --map x=y", "log --map x=y --fail-on a --fail-on b --json"):
         options, rest = read_command("doctor", words.split())
         assert (options.path, options.json, options.fail_on, options.map) == (Path("log"), True, ("a", "b"), ("x=y",))
-        assert not options.check_sync and rest == {}
+        assert rest == {}
     assert read_command("explain", ["--beta", "1", "a", "b"])[0].names == ("a", "b")
 
 

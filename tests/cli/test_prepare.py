@@ -69,7 +69,7 @@ def test_trl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install, server, launch, look, _ = commands(text)
     assert "trl[vllm]" in install and "vLLM 0.22 to 0.31" in install
     assert server.startswith("CUDA_VISIBLE_DEVICES=4,5,6,7 trl vllm-serve --model ") and server.endswith(" &")
-    assert look == "klamp report runs/gsm8k-trl" and "runs/gsm8k-trl/checkpoint-N" in text
+    assert look == "klamp report runs/gsm8k-trl"
     _the_server_takes(shlex.split(server.rstrip(" &"))[3:])
     assert launch.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3 ")
     told = _accelerate_takes(shlex.split(launch)[3:])
@@ -102,7 +102,6 @@ def test_verl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install, start, look, _ = commands(text)
     assert "verl[vllm]" in install and "vLLM 0.24.0" in install
     assert start == "klamp train --config verl.yaml" and look == "klamp report runs/gsm8k-verl"
-    assert "actor/huggingface" in text
     config = parse_train(shlex.split(start)[2:])[0]
     told = dict(word.split("=", 1) for word in verl_overrides(config, folder / "run", shape_of("seven")))
     assert told["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == "4"
@@ -136,22 +135,7 @@ def test_the_sum_of_memory_is_shown_and_a_teacher_counts(folder: Path, capsys: p
     assert "a server of its own" in text and "likely out of memory" not in text
     text = " ".join(prepared("verl", capsys, "--teacher_model", "seven").split())
     assert "1 more than these 8 GPUs for the teacher" in text
-    assert "the teacher seven: 15 GB of weights over 1 of 80 GB, 0.5 of it for vLLM" in text
-    assert "tensor_model_parallel_size" not in text
     assert "teacher" not in alone + prepared("verl", capsys)
-
-
-def test_a_teacher_that_its_gpu_cannot_hold_is_spread(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    of_24 = ("--gpu_memory", "24", "--teacher_model", "seven", "--model", "seven")
-    text = " ".join(prepared("verl", capsys, *of_24).split())
-    assert "15 GB of weights over 2 of 24 GB, 0.5 of it for vLLM" in text
-    given = re.search(r"GPUs of a teacher: --verl_args (\S+) (\S+)", text)
-    assert given and given[2] == "distillation.n_gpus_per_node=2" and given[1].endswith("tensor_model_parallel_size=2")
-    config = parse_train([*words("verl"), "--teacher_model", "seven", "--verl_args", *given.groups()])[0]
-    told = dict(word.split("=", 1) for word in verl_overrides(config, folder / "run", shape_of("seven")))
-    assert told["distillation.n_gpus_per_node"] == "2", "in the place of the one that stood there"
-    text = " ".join(prepared("verl", capsys, "--gpu_memory", "6", "--teacher_model", "seven").split())
-    assert "over 4 of 6 GB, 0.5 of it for vLLM, which is likely out of memory" in text
 
 
 def test_32b_by_verl_on_eight_gpus_does_not_fit_and_sixteen_do(
@@ -174,21 +158,11 @@ def test_32b_by_verl_on_eight_gpus_does_not_fit_and_sixteen_do(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            (),
-            [
-                "vllm serve MODEL --port 8000 --dtype bfloat16",
-                "--max-logprobs 20",
-                "its size is not known here (teacher_name: its folder)",
-            ],
-        ),
-        (
-            ("--teacher_name", "seven"),
-            ["/seven --served-model-name seven --port 8000", "15 GB of weights over 1 of 80 GB, 0.9 of it"],
-        ),
+        ((), ["vllm serve MODEL --port 8000 --dtype bfloat16", "--max-logprobs 20"]),
+        (("--teacher_name", "seven"), ["/seven --served-model-name seven --port 8000"]),
         (
             ("--teacher_estimator", "topk", "--teacher_head", "teacher", "--teacher_top_k", "40"),
-            ["--max-logprobs 40 --tensor-parallel-size 1 &"],
+            ["--max-logprobs 40 &"],
         ),
         (("--teacher_estimator", "topk", "--teacher_head", "teacher"), ["--max-logprobs 64"]),
     ],
@@ -205,11 +179,11 @@ def test_the_command_that_starts_a_teachers_server(
     assert len(commands(prepared("trl", capsys))) == 5, "no server where there is none"
 
 
-def test_an_adapter_is_said_to_lie_where_it_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = prepared("trl", capsys, "--lora_r", "8")
-    assert "checkpoint-N, the adapter, as peft loads it" in text and "klamp evaluate" in text
-    text = prepared("verl", capsys, "--lora_r", "8")
-    assert "global_step_N, the adapter, in verl's shards alone" in text and "klamp evaluate" not in text
+def test_an_adapter_that_lies_in_verls_shards_is_not_evaluated(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "klamp evaluate" in prepared("trl", capsys, "--lora_r", "8")
+    assert "klamp evaluate" not in prepared("verl", capsys, "--lora_r", "8")
 
 
 @pytest.mark.parametrize("backend", ["trl", "verl"])

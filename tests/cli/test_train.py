@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings) -> None:
-    monkeypatch.setattr(train, "_trainer", lambda console: fake_trainer(folder, **settings))
+    monkeypatch.setattr(train, "train_run", fake_trainer(folder, **settings))
 
 
 def test_from_start_to_summary_on_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +85,7 @@ def test_after_an_alarm_the_run_goes_on_without_it(
             "training was stopped after step 2 of 9 by the alarm kl-spike", resumable=True, fix="mend that"
         )
 
-    monkeypatch.setattr(train, "_trainer", lambda console: stopped)
+    monkeypatch.setattr(train, "train_run", stopped)
     assert main(["train", "--max_steps", "9", "--stop-on", "kl-spike", "retention"]) == 1
     captured = capsys.readouterr()
     assert "alarm after step 2: kl-spike" in captured.out
@@ -173,7 +173,7 @@ def test_the_inputs_are_opened_and_nothing_is_started(folder: Path, monkeypatch:
         raise AssertionError("weights were loaded, or the trainer was started")
 
     monkeypatch.setattr("klamp.lab.models.load_base_model", never)
-    monkeypatch.setattr(train, "_trainer", never)
+    monkeypatch.setattr(train, "train_run", never)
     assert main(["train", "--dry-run", "--train_size", "7", "--eval_size", "2", "--max_steps", "7"]) == 0
     out = capsys.readouterr().out
     assert "task        arithmetic; 7 to train on, 6 held out; longest prompt (tokens): 9" in out

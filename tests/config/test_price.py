@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from klamp.config import KLConfig, LossConfig
 from klamp.config.loss import configured_price, price_at_distance, spread_of_group, spreads_of_right_or_wrong
-from klamp.errors import ConfigError
 
 PLACED = {"kl_estimator": "k1", "kl_horizon": "sequence"}
 
@@ -50,12 +49,6 @@ def test_division_by_the_std_leaves_no_single_price():
     assert found.scaled
     assert [found.at(std) for std in (0.1, 0.5)] == pytest.approx([0.04 * 4 / 3 * 0.1, 0.04 * 4 / 3 * 0.5])
     assert price(KLConfig(beta=0.04), LossConfig(advantage_baseline="mean")).at(0.1) == pytest.approx(0.04 * 4 / 3)
-
-
-@pytest.mark.parametrize("wrong", [{"group_size": 1}, {"mean_length": 0.0}, {"max_length": 0}])
-def test_no_price_without_a_group_or_a_length(wrong):
-    with pytest.raises(ConfigError, match="needs a group and lengths"):
-        price(KLConfig(), LossConfig(), **wrong)
 
 
 @given(right=st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=5))

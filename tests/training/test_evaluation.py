@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -16,15 +13,9 @@ from tests.training import rewards
 from tests.training.conftest import tiny_llama
 from transformers import GenerationConfig
 
-from klamp.errors import DataError
-from klamp.hosts.common.sampler_weights import START, WEIGHTS
 from klamp.lab import evaluation
-from klamp.lab.backends import train_run
-from klamp.lab.config import TrainConfig
-from klamp.lab.evaluation import check_completions, evaluate, probabilities
-from klamp.lab.folders import lines_of
+from klamp.lab.evaluation import evaluate, probabilities
 from klamp.lab.tasks import Example, arithmetic_tokenizer
-from klamp.names import COMPLETIONS
 from klamp.scoring.scorer import score
 
 
@@ -96,45 +87,3 @@ def test_they_are_the_geometric_means_of_the_tokens_probabilities(monkeypatch: p
         assert found == pytest.approx(expected, rel=1e-5)
     assert len(set(expected)) == 3 and all(0 < value < 1 for value in expected)
     assert probabilities([], tokenizer, torch.device("cpu"), logprobs) == []
-
-
-KEPT: dict[str, Any] = {"save_every": 1, "log_completions_every": 1, "log_completions": 8, "keep_checkpoints": 9}
-
-
-Make = Callable[..., TrainConfig]
-
-
-def trained(config_of: Make, **changes: Any) -> tuple[TrainConfig, Path]:
-    config = config_of(**{**KEPT, "learning_rate": 2e-2, **changes})
-    train_run(config)
-    return config, Path(str(config.run.output_dir))
-
-
-@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"lora_r": 4}, {"num_iterations": 2}])
-def test_klamps_own_runs_are_in_sync_at_every_step(config_of: Make, changes: dict[str, Any]) -> None:
-    found = dict(check_completions(*trained(config_of, **changes)))
-    assert list(found) == [1, 2, 3, 4]
-    for report in found.values():
-        assert report.in_sync
-        assert all(side.gaps[WEIGHTS] < 1e-4 for side in report.sides)
-
-
-def test_log_probabilities_of_other_weights_are_named(config_of: Make) -> None:
-    config, folder = trained(config_of, beta=0.1)
-    file = folder / COMPLETIONS
-    rows = lines_of(file)
-    assert max(abs(p - r) for row in rows for p, r in zip(row["policy_logprobs"], row["ref_logprobs"], strict=True)) > 1
-    file.write_text("".join(json.dumps(row | {"sampler_logprobs": row["ref_logprobs"]}) + "\n" for row in rows))
-    found = dict(check_completions(config, folder))
-    assert found[1].in_sync, "before the first update they are the same weights"
-    assert not found[4].in_sync
-    sampler, trainer = found[4].sides
-    assert sampler.nearest == START
-    assert trainer.is_right
-
-
-def test_a_run_without_such_completions_is_refused(config_of: Make) -> None:
-    config, folder = trained(config_of, max_steps=2)
-    (folder / COMPLETIONS).unlink()
-    with pytest.raises(DataError, match="no completions can be scored again"):
-        dict(check_completions(config, folder))

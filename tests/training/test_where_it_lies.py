@@ -14,7 +14,6 @@ import torch
 from tests.training.lies import cells, folder_of, loaded, loaded_adapter, scores, spans
 
 from klamp.cli import main
-from klamp.cli.prepare import LIES
 from klamp.lab.backends import launch, train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.models import load_model
@@ -66,10 +65,6 @@ def test_an_adapter_lies_where_the_page_says(backend: str, run: Callable[..., Pa
     assert any("lora_" in name for name, _ in model.named_parameters())
 
 
-def test_the_table_has_the_rows_that_are_done_here_and_what_prepare_prints() -> None:
-    for backend in ("trl", "verl"):
-        rows = cells(backend)
-        assert tuple(rows) == ROWS
-        (place,), inside = spans(rows[ROWS[0]])[:1], spans(rows[ROWS[1]])
-        assert "/".join([place, *inside]).rstrip("/") == LIES[backend, False].partition(",")[0]
-        assert LIES[backend, True].startswith(place), "the same is printed by --prepare"
+@pytest.mark.parametrize("backend", ["trl", "verl"])
+def test_the_table_has_the_rows_that_are_done_here(backend: str) -> None:
+    assert tuple(cells(backend)) == ROWS

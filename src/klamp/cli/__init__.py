@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in HELP_FLAGS:
-        lines = (f"  {name:<10} {command.summary}" for name, command in COMMANDS.items())
-        say(HELP.format(commands="\n".join(lines)))
+        summaries = {name: str(command.options.__doc__).partition("\n")[0] for name, command in COMMANDS.items()}
+        say(HELP.format(commands="\n".join(f"  {name:<10} {text}" for name, text in summaries.items())))
         return 0
     if words[0] in ("-V", "--version"):
         say(f"klamp {__version__}")

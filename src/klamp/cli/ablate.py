@@ -13,13 +13,14 @@ from rich.console import Console
 from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entries, read_file
 from klamp.cli.commands import AblateOptions, fields_after, read_command
 from klamp.cli.display import Drawn
+from klamp.cli.report import records
 from klamp.cli.text import FAILED, number, say, show_paragraph, show_table
 from klamp.errors import ConfigError, TrainingStopped, unknown_name, without_credentials
 from klamp.files import at_home
 from klamp.lab.ablate.execute import Executor, check_folder, compare, execute, local_executor
 from klamp.lab.ablate.plan import KL_PROMPTS, OWNED, Arm, Plan, Run, as_runs, folder_name, grid, plan_text, runs
 from klamp.lab.ablate.results import NOTES, ArmRow, Outcome, Result, is_done, text_table
-from klamp.lab.folders import free_folder
+from klamp.lab.folders import free_folder, read_config
 
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
 """Field -> an ablation's default if it differs from that of `klamp train`: many runs need much room on disk."""
@@ -109,13 +110,13 @@ def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
     if ignored := [flag for flag in flags if flag not in sweep and all(flag in arm.values for arm in arms)]:
         why, fix = "every arm of the plan sets it", f"leave --{ignored[0]} out, or change the arms"
         raise ConfigError(f"--{ignored[0]} has no effect", why=why, fix=fix)
-    asked = options.seeds[0] if len(options.seeds) == 1 else list(options.seeds) or plan.get("seeds", 3)
+    seeds = options.seeds[0] if len(options.seeds) == 1 else list(options.seeds) or plan.get("seeds", 3)
     name = plan.get("name") or "-".join(sweep) or Path(options.plan or str(base.get("task", "arithmetic"))).stem
     return Plan(
         name=folder_name(str(name)),
         base={**DEFAULTS, **preset_values(preset), **base},
         arms=arms,
-        seeds=seeds_of(asked),
+        seeds=seeds_of(seeds),
         kl_prompts=options.kl_prompts or plan.get("kl_prompts", KL_PROMPTS),
     ), options
 
@@ -185,9 +186,6 @@ def show_result(result: Result, command: str) -> int:
 def compare_runs(options: AblateOptions, command: str) -> int:
     """Measure the runs, write their table and picture, show them; returns the exit code."""
     import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last measurement)
-
-    from klamp.cli.report import records
-    from klamp.lab.folders import read_config
 
     configs = [(folder, read_config(folder)[1]) for folder in records(options.runs)]
     compared = as_runs(configs, kl_prompts=options.kl_prompts or KL_PROMPTS)

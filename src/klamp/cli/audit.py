@@ -41,19 +41,16 @@ def run(argv: Sequence[str]) -> int:
 def show_audit(subject: Subject, verdicts: Mapping[str, Verdict]) -> None:
     """Print a table with a verdict per loss, and each sentence once."""
     means = {loss.name: loss.means for loss in subject.losses}
-    show_table(subject.title, HEADINGS, [_row(name, means[name], verdict) for name, verdict in verdicts.items()])
-    sentences: dict[str, str] = {}
+    rows, sentences = list[tuple[str, ...]](), dict[str, str]()
     for name, verdict in verdicts.items():
-        for finding in verdict.findings:
-            if finding.level != "note":
-                fix = f"; fix: {finding.fix}" if finding.fix else ""
-                sentences.setdefault(finding.code, f"{finding.code} ({name}): {finding.what}{fix}")
+        findings = [finding for finding in verdict.findings if finding.level != "note"]
+        codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
+        measured = verdict.kl or MISSING, verdict.mean or MISSING
+        rows.append((name, means[name], *measured, ANSWERS[verdict.ok], codes or MISSING))
+        for finding in findings:
+            fix = f"; fix: {finding.fix}" if finding.fix else ""
+            sentences.setdefault(finding.code, f"{finding.code} ({name}): {finding.what}{fix}")
+    show_table(subject.title, HEADINGS, rows)
     for sentence in (*sentences.values(), *subject.notes):
         say(f"- {sentence}")
     say()
-
-
-def _row(name: str, means: str, verdict: Verdict) -> tuple[str, ...]:
-    codes = dict.fromkeys(finding.code for finding in verdict.findings if finding.level != "note")
-    answer = ANSWERS[verdict.ok]
-    return name, means, verdict.kl or MISSING, verdict.mean or MISSING, answer, ", ".join(codes) or MISSING

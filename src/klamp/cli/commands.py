@@ -7,13 +7,18 @@ loaded for them. Metadata of a field: `word`, its name in the help if it is a wo
 
 from __future__ import annotations
 
+import argparse
+import functools
+import inspect
+import itertools
+import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
-from klamp.cli.flags import Field, configured_fields, fields_of, help_text, read_argv
+from klamp.cli.flags import Field, add_field, configured_fields, fields_of, read_argv
 from klamp.doctor.history import Verifier
 
 
@@ -177,7 +182,6 @@ class DoctorOptions:
     the KL could not be checked.
 
       klamp doctor outputs/checkpoint-500/trainer_state.json --loss_type dr_grpo --verifier rules
-      klamp doctor runs/arithmetic-001 --check-sync
       klamp doctor outputs --json --fail-on huge-values kl-spike
       klamp doctor log.jsonl --map kl=my_kl reward=my_reward
     """
@@ -196,8 +200,6 @@ class DoctorOptions:
     """Coefficient of the KL to a teacher, if the record does not have it."""
     verifier: Verifier | None = None
     """What gives the reward (rules, or a model), if the record does not have it."""
-    check_sync: bool = False
-    """Score kept completions again, and say whose log-probabilities sampler and trainer reported."""
     map: tuple[str, ...] = ()
     """OURS=THEIRS: klamp's name of a metric (or kl, reward, length, ...), and its name in the record."""
 
@@ -226,10 +228,6 @@ class Command(NamedTuple):
     alone: bool = False  # whether it works without arguments; if not, its help is shown then
     refusal: int | None = None  # the exit code of any error; None: that of the error's kind
     lists: tuple[str, ...] = ()  # where the names are that it knows, for its help: `module:attribute`
-
-    @property
-    def summary(self) -> str:
-        return (self.options.__doc__ or "").partition("\n")[0]
 
 
 RECIPES = ("klamp.config:PRESETS", "klamp.verify.judge:FORMS")
@@ -272,9 +270,19 @@ def read_command(name: str, argv: Sequence[str], several: Collection[str] = ()) 
 
 
 def help_of(name: str) -> str:
-    """The page of help of a command; that of explain leaves the fields to the page of train."""
+    """The help of a command: its text, words, flags by section, and names; explain leaves the fields to train's."""
     command = COMMANDS[name]
     fields = fields_of(command.options) if name == "explain" else fields_after(name)
-    return help_text(
-        name, command.options, fields, [listed for names in command.lists for listed in resolve_name(names)]
-    )
+    words = "".join(f"{field.word} " for field in fields.values() if field.word)
+    parts = (inspect.getdoc(command.options) or "").split("\n\n")
+    about = "\n\n".join(part if part.startswith("  ") else textwrap.fill(part, 100) for part in parts)
+    names = ", ".join(listed for place in command.lists for listed in resolve_name(place))
+    listed = textwrap.fill(f"names: {names}", 100, break_on_hyphens=False) if names else None
+    texts = {"usage": f"klamp {name} {words}[flags]", "description": about, "epilog": listed}
+    layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=100)
+    parser = argparse.ArgumentParser(**texts, formatter_class=layout, add_help=False)
+    for section, part in itertools.groupby(fields.values(), lambda field: field.section):
+        group = parser.add_argument_group(section or "options")
+        for flag in part:
+            add_field(group, flag)
+    return parser.format_help().rstrip()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from klamp.cli.commands import CheckOptions, DoctorOptions, read_command
 from klamp.cli.text import CANNOT_TELL, FAILED, say, show_paragraph, show_table
@@ -18,9 +18,6 @@ from klamp.doctor.metrics import MODELS, read_pairs
 from klamp.errors import DataError
 from klamp.report.run import coverage, judged
 from klamp.report.text import count
-
-if TYPE_CHECKING:
-    from klamp.hosts.common.sampler_weights import SyncReport
 
 
 def run_check(argv: Sequence[str]) -> int:
@@ -45,35 +42,19 @@ def run(argv: Sequence[str]) -> int:
     changes = {name: value for name, value in options_of_run.items() if value is not None}
     history.settings = dataclasses.replace(history.settings, **changes)
     diagnosis = examine(history)
-    reports = _synced(options.path) if options.check_sync else {}
-    if diagnosis.empty and not reports:
+    if diagnosis.empty:
         why = f"it has {', '.join(sorted(history.names))}" if history.names else "no step was logged"
         advice = [_map_advice(name) for name, what in history.unread.items() if not what] or ["--map OURS=THEIRS"]
         fix = f"log a KL or a loss at every step (TRL: logging_steps=1), or name what the record has: {advice[0]}"
         raise DataError("nothing in the record can be checked", got=str(options.path), why=why, fix=fix)
     failed = diagnosis.failed(options.fail_on)
-    failed += [f"sync at step {step}" for step, report in reports.items() if not report.in_sync]
     if options.json:
-        say(json.dumps(as_object(diagnosis, options.path, failed, reports), indent=2))
+        say(json.dumps(_as_object(diagnosis, options.path, failed), indent=2))
     else:
         _show(diagnosis, options.path)
-        _show_sync(reports)
     if failed:
         return FAILED
     return CANNOT_TELL if diagnosis.blind and not options.fail_on else 0
-
-
-def _synced(path: Path) -> dict[int, SyncReport]:
-    """Step -> whose log-probabilities sampler and trainer reported; a DataError if they cannot be scored again."""
-    from klamp.doctor.readers.klamp_run import is_klamp_run
-    from klamp.lab.evaluation import check_completions
-    from klamp.lab.folders import read_config
-
-    if not is_klamp_run(path):
-        why = "the completions are scored again with the checkpoints, which only a klamp run has in one folder"
-        fix = "klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)"
-        raise DataError("--check-sync takes the folder of a klamp run", got=str(path), why=why, fix=fix)
-    return dict(check_completions(read_config(path)[1], path))
 
 
 def _show(diagnosis: Diagnosis, path: Path) -> None:
@@ -112,13 +93,6 @@ def _map_advice(name: str) -> str:
     return f"--map {' or '.join(named or estimators.values())}"
 
 
-def _show_sync(reports: Mapping[int, SyncReport]) -> None:
-    for step, report in reports.items():
-        say(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {count(report.tokens, 'token')}")
-        for side in report.sides:
-            show_paragraph(side.text, label=side.side)
-
-
 def _show_finding(finding: AlarmFinding) -> None:
     alarm, evidence = finding.alarm, finding.evidence
     say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({finding.since})")
@@ -139,23 +113,18 @@ def _show_finding(finding: AlarmFinding) -> None:
         show_table(f"  tokens to blame, step {evidence.tokens[0].step}", headings, rows)
 
 
-def as_object(
-    diagnosis: Diagnosis, path: Path, failed: Sequence[str], reports: Mapping[int, SyncReport]
-) -> dict[str, Any]:
-    """A diagnosis as JSON; `failed` names what fails the check."""
-    gaps = {step: {side.side: dict(side.gaps) for side in report.sides} for step, report in reports.items()}
-    sync = [{"step": step, "in_sync": report.in_sync, "gaps": gaps[step]} for step, report in reports.items()]
+def _as_object(diagnosis: Diagnosis, path: Path, failed: Sequence[str]) -> dict[str, Any]:
+    history = diagnosis.history
     return {
         "path": str(path),
-        "source": diagnosis.history.source,
-        "steps": len(diagnosis.history.rows),
+        "source": history.source,
+        "steps": len(history.rows),
         "healthy": not failed and not diagnosis.blind,
         "failed": list(failed),
-        "changed": dict(diagnosis.history.changes),
-        "cautions": list(diagnosis.history.cautions),
+        "changed": dict(history.changes),
+        "cautions": list(history.cautions),
         "findings": [finding.record for finding in diagnosis.findings],
         "not_checked": dict(diagnosis.unchecked),
-        "not_read": dict(diagnosis.history.unread),
+        "not_read": dict(history.unread),
         "kl_not_seen": diagnosis.blind,
-        **({"sync": sync} if sync else {}),
     }

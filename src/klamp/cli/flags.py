@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import inspect
-import itertools
 import math
 import re
-import textwrap
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -44,9 +41,8 @@ class Field:
     @property
     def choices(self) -> tuple[str, ...]:
         """The names that a value may be; empty if it is no name."""
-        return tuple(
-            name for kind in self.types if typing.get_origin(kind) is Literal for name in typing.get_args(kind)
-        )
+        literals = (kind for kind in self.types if typing.get_origin(kind) is Literal)
+        return tuple(name for literal in literals for name in typing.get_args(literal))
 
     @property
     def is_switch(self) -> bool:
@@ -135,10 +131,9 @@ def read_argv(
         raise unknown_name("flag or word", unknown, flags, why=f"{command} has no such flag", fix=fix)
     values = vars(parsed)
     for name, value in values.items():
-        if name in several and isinstance(value, list):  # a bare switch is on
-            values[name] = value if len(value) > 1 else (*value, True)[0]
-        elif isinstance(value, list):
-            values[name] = tuple(value)
+        if isinstance(value, list):
+            one = (*value, True)[0]  # a bare switch is on
+            values[name] = tuple(value) if name not in several else value if len(value) > 1 else one
     return values
 
 
@@ -178,19 +173,3 @@ def _help(field: Field) -> str:
     names = f" One of {', '.join(field.choices)}." if any(name not in field.text for name in field.choices) else ""
     default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
     return f"{field.text}{names}" + ("" if default in (MISSING, None, "", False) else f" (default: {default})")
-
-
-def help_text(command: str, options: type[Any], fields: Mapping[str, Field], names: Collection[str]) -> str:
-    """The help of a command: the text of its options, its words and flags by section, and the names that it knows."""
-    layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=100)
-    words = "".join(f"{field.word} " for field in fields.values() if field.word)
-    parts = (inspect.getdoc(options) or "").split("\n\n")
-    about = "\n\n".join(part if part.startswith("  ") else textwrap.fill(part, 100) for part in parts)
-    listed = textwrap.fill(f"names: {', '.join(names)}", 100, break_on_hyphens=False) if names else None
-    texts = {"usage": f"klamp {command} {words}[flags]", "description": about, "epilog": listed}
-    parser = argparse.ArgumentParser(**texts, formatter_class=layout, add_help=False)
-    for section, part in itertools.groupby(fields.values(), lambda field: field.section):
-        group = parser.add_argument_group(section or "options")
-        for field in part:
-            add_field(group, field)
-    return parser.format_help().rstrip()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Sequence
-from contextlib import suppress
 from urllib.parse import urlsplit
 
 from klamp.cli.text import WIDTH
-from klamp.errors import ConfigError, ModelError
+from klamp.errors import ConfigError
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import run_folder
-from klamp.lab.sizing import ENGINE, GB, SPARE, Load, Shape, load_of, reasons, sizes_of, spread
+from klamp.lab.sizing import GB, Load, Shape, load_of, reasons, sizes_of, spread
 
 HOST, PORT = "127.0.0.1", 8001
 """Where TRL's server of vLLM is told to listen: 8000 may be a teacher's."""
@@ -21,17 +20,6 @@ INSTALL = {
     "verl": "pip install '.[train,verl]' 'verl[vllm]'   # once, apart from others; verl 0.9.1 names vLLM 0.24.0",
 }
 """Backend -> what brings it with its engine, in a clone of klamp; which vLLM that is."""
-SPREAD = (
-    "GPUs of a teacher: --verl_args distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size={} "
-    "distillation.n_gpus_per_node={}"
-)
-LIES = {
-    ("trl", False): "checkpoint-N, as transformers loads it",
-    ("trl", True): "checkpoint-N, the adapter, as peft loads it",
-    ("verl", False): "checkpoints/global_step_N/actor/huggingface, as transformers loads it",
-    ("verl", True): "checkpoints/global_step_N, the adapter, in verl's shards alone",
-}
-"""Backend, and whether an adapter is trained -> where the model lies in a run's folder."""
 
 
 def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
@@ -40,7 +28,7 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
     from klamp.lab.models import shape_of
     from klamp.lab.setup import open_inputs
 
-    backend, folder = config.run.backend, run_folder(config)
+    backend = config.run.backend
     words = [word for word in argv if word != "--prepare"]
     if backend not in INSTALL:
         why = "klamp's own loop is for one machine"
@@ -53,14 +41,15 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
         commands = [shlex.join(["klamp", "train", *words])]
     else:
         load, commands = _trl(words, config, shape, longest)
-    adapter, looks = config.model.lora_r > 0, [["report"], ["evaluate", "--checkpoint"]]
-    ends = [shlex.join(["klamp", *look, str(folder)]) for look in looks[: 1 if adapter and backend == "verl" else 2]]
+    looks = [["report"]]
+    if backend != "verl" or not config.model.lora_r:  # verl keeps an adapter in shards of its own
+        looks.append(["evaluate", "--checkpoint"])
+    ends = [shlex.join(["klamp", *look, str(run_folder(config))]) for look in looks]
     lines = [INSTALL[backend], *_teachers_server(config, longest), *commands, *ends]
     return "\n\n".join([
         "klamp train --prepare: model, prompts and reward are opened; nothing is started or written",
         *([] if load is None else [_sizes(config, load)]),
         "next, where the GPUs are\n\n" + "\n".join(f"  {line}" for line in lines),
-        f"the model: {folder / LIES[backend, adapter]}",
     ])  # fmt: skip
 
 
@@ -69,14 +58,8 @@ def _sizes(config: TrainConfig, load: Load) -> str:
     teacher, gpus = config.teacher, config.run.gpus
     if teacher.there and config.run.backend == "verl":
         facts.append(f"{len(teacher.models)} more than these {gpus} GPUs for the teacher: a vLLM of its own on each")
-        served = [_served(config, name, 0.5) for name in teacher.models.values()]  # half is verl's for a teacher
-        names = teacher.models.values()
-        facts += [f"the teacher {name}: {fact}" for name, (_, fact) in zip(names, served, strict=True)]
-        if (n := max(n for n, _ in served)) > 1:
-            facts.append(SPREAD.format(n, n * len(served)))
     elif teacher.there and teacher.teacher_url:
-        fact = _served(config, teacher.teacher_name or "", 0.9)[1]
-        facts.append(f"the teacher is a server of its own: on none of these GPUs, started before the run; {fact}")
+        facts.append("the teacher is a server of its own: on none of these GPUs, started before the run")
     if load.apart:
         served = spread(load.shape, gpus // 2)[-1]
         facts.append(f"{load.gpus} GPUs to train, {served} for vLLM: half each, if prompts and heads divide so")
@@ -86,20 +69,6 @@ def _sizes(config: TrainConfig, load: Load) -> str:
     title = f"{config.model.model}, {size} parameters, divided over {load.gpus} GPUs"
     filled = [textwrap.fill(fact, WIDTH, initial_indent="  ", subsequent_indent=" " * 6) for fact in facts]
     return "\n".join([f"{title} (estimates; none of them changes a loss)\n", *filled])
-
-
-def _served(config: TrainConfig, name: str, share: float) -> tuple[int, str]:
-    """Over how many GPUs of its own a vLLM that has a share of each spreads a model; in words whether they will do."""
-    from klamp.lab.models import shape_of
-
-    with suppress(ModelError):  # of a name that the server alone knows
-        if name and (shape := shape_of(name)):
-            weights, memory = ENGINE * shape.parameters / GB, config.run.gpu_memory
-            able, room = spread(shape, config.run.gpus), memory * share * (1 - SPARE)
-            n = next((n for n in able if weights / n <= room), able[-1])
-            over = "" if weights / n <= room else ", which is likely out of memory"
-            return n, f"{weights:.2g} GB of weights over {n} of {memory:g} GB, {share:g} of it for vLLM{over}"
-    return 1, "its size is not known here (teacher_name: its folder)"
 
 
 def _teachers_server(config: TrainConfig, longest: int) -> list[str]:
@@ -112,11 +81,9 @@ def _teachers_server(config: TrainConfig, longest: int) -> list[str]:
     limit = "" if c.teacher_prompt else f" --max-model-len {longest + config.rollout.max_completion_length + 1}"
     name = c.teacher_name or ""
     model = f"{shlex.quote(model_path(name))} --served-model-name {shlex.quote(name)}" if name else "MODEL"
-    head, parallel = max(20, c.head_size or 0), _served(config, name, 0.9)[0]
-    return [
-        f"vllm serve {model} --port {urlsplit(c.teacher_url).port or 80} --dtype {dtype}{limit} --max-logprobs {head} "
-        f"--tensor-parallel-size {parallel} &   # on GPUs of its own, at {c.teacher_url}"
-    ]
+    port, head = urlsplit(c.teacher_url).port or 80, max(20, c.head_size or 0)
+    server = f"vllm serve {model} --port {port} --dtype {dtype}{limit} --max-logprobs {head}"
+    return [f"{server} &   # on GPUs of its own, at {c.teacher_url}"]
 
 
 def _trl(words: list[str], config: TrainConfig, shape: Shape | None, longest: int) -> tuple[Load | None, list[str]]:

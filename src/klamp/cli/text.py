@@ -46,19 +46,16 @@ def duration(seconds: float) -> str:
 def show_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table of texts under its title; if all headings are empty, it has no head."""
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    lines = [[Text(visible(cell).replace("\n", "\\n")) for cell in line] for line in (headings, *rows)]
-    table = Table(box=None, show_header=any(headings), pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for heading in lines[0]:
-        table.add_column(heading)
-    for line in lines[1:]:
-        table.add_row(*line)
+    head, *body = ([Text(visible(cell).replace("\n", "\\n")) for cell in line] for line in (headings, *rows))
+    table = Table(*map(Column, head), box=None, show_header=any(headings), padding=(0, 0, 0, 2), header_style="")
+    for cells in body:
+        table.add_row(*cells)
     console = Console(width=None if sys.stdout.isatty() else 10_000)  # a file has room
     with console.capture() as capture:
-        console.print(Padding(table, (0, 0, 0, 2), expand=False))
+        console.print(table)
     say("\n".join((title, *(line.rstrip() for line in capture.get().splitlines()))))
 
 

@@ -19,7 +19,7 @@ from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.errors import TrainingStopped
-from klamp.lab.backends import Runner, check_backend, engine_plan, launch, train_run
+from klamp.lab.backends import check_backend, engine_plan, launch, train_run
 from klamp.lab.checkpoint import check_resume
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import checkpoint_folders, plain, run_folder
@@ -45,9 +45,17 @@ def run(argv: Sequence[str], *, console: Console | None = None) -> int:
 
 
 def _train(config: TrainConfig, console: Console) -> None:
+    with console.status("loading libraries") if console.is_terminal else nullcontext():  # it takes seconds
+        from huggingface_hub.utils import enable_progress_bars
+        from transformers.utils import logging
+
+        import klamp.lab.loop  # noqa: F401
+
+    logging.disable_progress_bar()  # a bar per checkpoint would tear the display apart
+    enable_progress_bars()  # downloads keep theirs: they come before it
     with closing(Display(console)) as display:
         try:
-            summary = _trainer(console)(config, [display])
+            summary = train_run(config, [display])
         except TrainingStopped as stopped:
             if display.info is not None and stopped.resumable:
                 left = tuple(name for name in config.run.stop_on if name not in display.raised)
@@ -63,19 +71,6 @@ def resume_command(folder: Path, **changes: Any) -> str:
     for name, value in changes.items():
         words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return shlex.join(words)
-
-
-def _trainer(console: Console) -> Runner:
-    """What trains, once its libraries are loaded, which takes seconds; a terminal shows a text meanwhile."""
-    with console.status("loading libraries") if console.is_terminal else nullcontext():
-        from huggingface_hub.utils import enable_progress_bars
-        from transformers.utils import logging
-
-        import klamp.lab.loop  # noqa: F401
-
-        logging.disable_progress_bar()  # a bar per checkpoint would tear the display apart
-        enable_progress_bars()  # downloads keep theirs: they come before it
-    return train_run
 
 
 def plan_text(config: TrainConfig, task: Task | None = None, argv: Sequence[str] = ()) -> str:

@@ -108,10 +108,7 @@ def describe_movement(kl: KLConfig) -> str:
 
 
 def describe_average(
-    reduction: Reduction,
-    *,
-    over: str = "the optimizer step, all processes",
-    length: str = "max_completion_length",
+    reduction: Reduction, *, over: str = "the optimizer step, all processes", length: str = "max_completion_length"
 ) -> str:
     """How a reduction makes tokens one number: `token_mean` those of `over`, `fixed_length` divides by `length`."""
     words: Mapping[Reduction, str] = {

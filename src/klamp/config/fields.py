@@ -169,25 +169,21 @@ def accepts_aliases(cls: type[Config]) -> type[Config]:
 
 def check_server(url: str | None, field: str, *, key: str) -> None:
     """Refuse what is no address of a server, and one with a user, a password or a query; its key comes from `key`."""
-    if url is None:
-        return
-    fix = f"write http://HOST:PORT; the server's key comes from {key}"
-    _refuse_secrets(url, field, "a server", why="a configuration is shown, and written into the run's folder", fix=fix)
-    if not _is_sound(url):
+    _refuse_secrets(url, field, fix=f"write http://HOST:PORT; the server's key comes from {key}")
+    if url is not None and not _is_sound(url):
         raise ConfigError(f"{field}={url!r} is no address", why="it is asked over HTTP", fix="write http://HOST:PORT")
 
 
 def check_cluster(address: str | None, field: str) -> None:
-    """Refuse a user, a password or a query in the address of a Ray cluster: Ray takes none, klamp would show them."""
+    """Refuse a user, a password or a query in the address of a Ray cluster, which takes none."""
     fix = "write ray://HOST:10001, HOST:6379, auto or local, and a token into RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
-    why = "Ray takes no user, no password and no query there"
-    _refuse_secrets(address or "", field, "a cluster", why=why, fix=fix)
+    _refuse_secrets(address, field, fix=fix)
 
 
-def _refuse_secrets(address: str, field: str, of: str, *, why: str, fix: str) -> None:
-    if set(address) & {"@", "?"}:
-        got = "a text with an @ or a question mark, which is not shown"
-        raise ConfigError(f"{field} holds more than the address of {of}", got=got, why=why, fix=fix)
+def _refuse_secrets(address: str | None, field: str, *, fix: str) -> None:
+    if set(address or "") & {"@", "?"}:
+        what, got = f"{field} holds more than an address", "a text with an @ or a question mark, which is not shown"
+        raise ConfigError(what, got=got, why="a configuration is shown, and written into the run's folder", fix=fix)
 
 
 def _is_sound(url: str) -> bool:

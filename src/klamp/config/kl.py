@@ -254,11 +254,8 @@ def check_beta(beta: float, *, name: str = "beta", fix: str = "") -> None:
 
 def refusals(c: KLConfig) -> list[Refusal]:
     """Every combination that cannot work or would not do what its name says."""
-    return [*_gradient(c), *anchor.placement_refusals(c, "kl"), *_control(c), *_reference_and_tokens(c)]
-
-
-def _gradient(c: KLConfig) -> list[Refusal]:
-    in_loss, clipped = c.kl_placement == "loss", c.kl_clip_method != "none"
+    in_loss, clipped, of_sampler = c.kl_placement == "loss", c.kl_clip_method != "none", c.reference == "sampler"
+    summed = c.kl_placement != "reward" and c.kl_gradient != "forward" and c.kl_estimator != "exact"
     own = gates_on_itself(c.kl_estimator, c.kl_gradient, c.kl_horizon, c.kl_off_policy)
     return [
         Refusal(
@@ -280,11 +277,7 @@ def _gradient(c: KLConfig) -> list[Refusal]:
             fix="leave kl_clip_level out, or set kl_estimator='exact' with kl_horizon='token' (no forward gradient, no "
             "prefix weights)",
         ),
-    ]
-
-
-def _control(c: KLConfig) -> list[Refusal]:
-    return [
+        *anchor.placement_refusals(c, "kl"),
         Refusal(
             c.kl_controller not in (None, "fixed") and (c.target_kl is None or c.beta == 0),
             f"kl_controller={c.kl_controller!r} needs target_kl and a beta above 0",
@@ -299,13 +292,6 @@ def _control(c: KLConfig) -> list[Refusal]:
             why="both move beta: the controller raises what the schedule lowers, until its bound",
             fix="leave out target_kl for a schedule, or kl_schedule and kl_warmup_steps for a target",
         ),
-    ]
-
-
-def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
-    of_sampler = c.reference == "sampler"
-    summed = c.kl_placement != "reward" and c.kl_gradient != "forward" and c.kl_estimator != "exact"
-    return [
         Refusal(
             c.reference in ("sampler", "remote") and c.kl_estimator == "exact",
             f"kl_estimator='exact' cannot use {'the sampler' if of_sampler else 'a remote reference'}",
@@ -313,7 +299,7 @@ def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
             fix="use kl_estimator='k3', or a reference on this machine",
         ),
         Refusal(
-            of_sampler and (c.kl_placement != "loss" or c.controller_name != "fixed"),
+            of_sampler and (not in_loss or c.controller_name != "fixed"),
             "reference='sampler' takes a fixed beta, in the loss",
             got=f"kl_placement={c.kl_placement!r}, target_kl={c.target_kl}",
             why="at a rollout's first update the sampler is the policy, so that there is no KL to shift by or to steer",

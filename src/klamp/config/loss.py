@@ -195,13 +195,7 @@ class Price:
 
 
 def price_of(
-    beta: float,
-    *,
-    placement: Placement,
-    baseline: Baseline,
-    scale: Scale,
-    group_size: int,
-    length_ratio: float = 1.0,
+    beta: float, *, placement: Placement, baseline: Baseline, scale: Scale, group_size: int, length_ratio: float = 1.0
 ) -> Price:
     """The price of one nat of KL of a whole completion, in reward, in groups of at least two.
 
@@ -221,18 +215,7 @@ def price_of(
 def configured_price(
     kl: KLConfig, loss: LossConfig, *, group_size: int, mean_length: float, max_length: int, beta: float | None = None
 ) -> Price:
-    """The price that a configuration trains at, see `price_of`; `beta` in force, None: the configuration's.
-
-    Raises:
-        ConfigError: a group of one, or lengths below 1.
-    """
-    if group_size < 2 or mean_length <= 0 or max_length < 1:
-        raise ConfigError(
-            "a price needs a group and lengths",
-            got=f"group_size={group_size}, mean_length={mean_length:g}, max_length={max_length}",
-            why="the baseline is taken over the group, and a mean is taken over tokens",
-            fix="group_size >= 2, lengths >= 1",
-        )
+    """The price that a configuration trains at, see `price_of`; `beta` in force, None: the configuration's."""
     of_loss, of_kl = (
         divisor(reduction, mean_length=mean_length, max_length=max_length)
         for reduction in (LOSS_TYPES[loss.loss_type].reduction, kl_reduction(kl, loss))

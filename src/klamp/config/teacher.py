@@ -173,13 +173,9 @@ ALL_ALIASES: Mapping[str, str] = {**ALIASES, **TEACHER_ALIASES}
 
 def refusals(c: TeacherConfig) -> list[Refusal]:
     """Every combination that cannot work or would not do what its name says."""
-    return [*_who(c), *_what(c), *anchor.placement_refusals(c, "teacher")]
-
-
-def _who(c: TeacherConfig) -> list[Refusal]:
     named = [name for name in ("teacher_model", "teacher_url", "teacher_models") if getattr(c, name)]
     keys = [pair.partition("=")[0] for pair in c.teacher_models]
-    made = c.teacher_kind in OF_THE_POLICY
+    made, spread = c.teacher_kind in OF_THE_POLICY, c.teacher_direction != "reverse"
     return [
         Refusal(
             len(named) > 1 or (made and bool(named)),
@@ -197,15 +193,8 @@ def _who(c: TeacherConfig) -> list[Refusal]:
             why="the column teacher_key of the data holds the KEY of each prompt's teacher",
             fix="for instance teacher_models math=DIR code=DIR and teacher_key subject; teacher_model for one teacher",
         ),
-    ]
-
-
-def _what(c: TeacherConfig) -> list[Refusal]:
-    sampled, spread = c.teacher_estimator in ("k1", "k3"), c.teacher_direction != "reverse"
-    topk = c.teacher_estimator == "topk"
-    return [
         Refusal(
-            spread and sampled,
+            spread and SAMPLED.is_met(c),
             f"teacher_direction={c.teacher_direction!r} is not what {c.teacher_estimator} of a token estimates",
             why="k1 and k3 of the policy's own tokens estimate KL(policy||teacher)",
             fix="use teacher_estimator='exact', or 'topk' (with teacher_top_k=0 from the sampled token alone)",
@@ -218,12 +207,13 @@ def _what(c: TeacherConfig) -> list[Refusal]:
         ),
         of_a_server(c, bool(c.teacher_url), who="a server"),
         Refusal(
-            topk and c.teacher_tail != "sampled" and c.teacher_top_k == 0,
+            c.teacher_estimator == "topk" and c.teacher_tail != "sampled" and c.teacher_top_k == 0,
             "a head of no tokens without a sampled tail is no KL",
             got=f"teacher_top_k=0, teacher_tail={c.teacher_tail!r}",
             why="nothing of the two models is left in the sum",
             fix="leave teacher_tail='sampled'",
         ),
+        *anchor.placement_refusals(c, "teacher"),
     ]
 
 
@@ -231,7 +221,7 @@ def of_a_server(c: TeacherConfig, applies: bool, *, who: str) -> Refusal:
     """What a server cannot measure, which tells its own likeliest tokens and the sampled one; `who`: it, in words."""
     own_head = c.teacher_estimator == "topk" and (c.teacher_head == "teacher" or not c.teacher_top_k)
     return Refusal(
-        applies and not own_head and c.teacher_estimator not in ("k1", "k3"),
+        applies and not own_head and not SAMPLED.is_met(c),
         f"teacher_estimator={c.teacher_estimator!r} with teacher_head={c.teacher_head!r} cannot use {who}",
         why=f"{who} tells the likeliest tokens of its own model and the sampled one, no others",
         fix="use teacher_estimator='topk' with teacher_head='teacher', 'k1' or 'k3', or a teacher_model",

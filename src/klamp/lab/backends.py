@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -26,8 +26,6 @@ from klamp.lab.folders import run_folder, write_whole
 from klamp.lab.observers import Observer, RunSummary, versions
 from klamp.lab.tasks.base import NO_REWARD
 from klamp.names import CONFIG, IDENTITY, VERSIONS
-
-Runner: TypeAlias = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
 
 ONLY: Mapping[str, tuple[Backend, ...]] = {
     **dict.fromkeys(("max_prompt_length", "machines", "ray_address", "verl_args"), ("verl",)),

@@ -1,11 +1,10 @@
-"""Scores of skills on held-out prompts, the sync of sampler and trainer, and fingerprints of task and anchors."""
+"""Scores of skills on held-out prompts, and fingerprints of task and anchors."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,24 +13,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from klamp.errors import ConfigError, DataError
-from klamp.hosts.common.sampler_weights import SyncReport, check_sync
+from klamp.errors import ConfigError
 from klamp.lab.anchors import LocalReference, Reference
 from klamp.lab.checkpoint import new_run
-from klamp.lab.config import TrainConfig
-from klamp.lab.folders import checkpoint_folders, lines_of, number_of, policy_in
-from klamp.lab.models import load_model, load_tokenizer, saved_policy
 from klamp.lab.rollouts import completed
 from klamp.lab.sampling import encode_prompts
 from klamp.lab.setup import Context
 from klamp.lab.tasks.base import Example
-from klamp.names import COMPLETIONS
 from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import score
 
 BATCH = 256  # prompts that are answered at a time
 READ_AT_ONCE = 16  # answers whose logits are held at a time
-ROWS = 8  # completions of a step that are scored again
 
 
 def evaluate(context: Context) -> tuple[dict[str, float], list[dict[str, Any]]]:
@@ -118,53 +111,6 @@ def answers_as_completions(
         sampler_logprobs=torch.zeros(ids[:, :longest].shape, device=device),
         ended=torch.ones(len(ids), dtype=torch.bool, device=device),
     )
-
-
-def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, SyncReport]]:
-    """Steps whose completions and weights are at hand, with the gaps of sampler and trainer.
-
-    The first step has the weights of the starting model, step N + 1 those of the checkpoint of step N.
-    """
-    completions, model = _sampled_rows(folder / COMPLETIONS), config.model
-    counted = config.optim.num_iterations if config.run.backend == "trl" else 1  # TRL counts updates
-    weights = {1: None, **{number_of(saved) // counted + 1: saved for saved in checkpoint_folders(folder)}}
-    steps = sorted(weights.keys() & completions.keys())
-    if not steps:
-        raise DataError(
-            "no completions can be scored again",
-            got=f"completions of steps {sorted(completions) or 'none'}, weights of steps {sorted(weights)}",
-            why="a step's weights are those before it: the model of the start, or the checkpoint of the step before",
-            fix="set log_completions_every=1; where transformers generates for TRL, a sampler tells nothing",
-        )
-    tokenizer: Any = load_tokenizer(model.tokenizer or model.model)
-    start = load_model(model.model, model.dtype)
-    for step in steps:
-        saved, rows, policy = weights[step], completions[step], start
-        if saved is not None:
-            base = load_model(model.model, model.dtype) if model.lora_r else start  # it gets the adapter
-            policy = saved_policy(model, base, policy_in(saved)).eval()
-        report = check_sync(
-            policy,
-            [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows],
-            [tokenizer.convert_tokens_to_ids(row["tokens"]) for row in rows],
-            [row["sampler_logprobs"] for row in rows],
-            trainer_logprobs=[row["policy_logprobs"] for row in rows],
-            temperature=config.rollout.temperature,
-            top_k=config.rollout.top_k,
-            top_p=config.rollout.top_p,
-            start=None if saved is None or model.lora_r else start,  # with an adapter, the policy without it
-        )
-        yield step, report
-
-
-def _sampled_rows(file: Path) -> dict[int, list[dict[str, Any]]]:
-    """The first completions of each step that have the log-probabilities of a sampler."""
-    completions: dict[int, list[dict[str, Any]]] = {}
-    for row in lines_of(file):
-        logprobs = row.get("sampler_logprobs") or ()
-        if any(x is not None and math.isfinite(x) for x in logprobs):
-            completions.setdefault(int(row["step"]), []).append(row)
-    return {step: rows[:ROWS] for step, rows in completions.items()}
 
 
 PROBES, PROBE_TOKENS = 4, 8  # prompts whose first tokens are scored, and how many

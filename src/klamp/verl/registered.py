@@ -1,7 +1,4 @@
-"""Imported for its effect: `klamp.verl.register()`, in whatever process imports it.
-
-verl imports it in each of its processes where it is named in VERL_USE_EXTERNAL_MODULES.
-"""
+"""Imported for its effect: `klamp.verl.register()`, for VERL_USE_EXTERNAL_MODULES=klamp.verl.registered."""
 
 from klamp.verl import register
 
