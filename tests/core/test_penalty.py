@@ -16,7 +16,6 @@ from klamp.core.masking import reduce_tokens
 from klamp.core.objective import grpo_loss
 from klamp.core.penalty import (
     advantages_with_kl,
-    kl_in_advantage,
     kl_metrics,
     shifted_advantages,
     shifted_rewards,
@@ -116,16 +115,6 @@ def test_rewards_are_shifted_by_the_summed_k1_times_weight_and_the_gate_comes_af
     torch.testing.assert_close(gated, centred(rewards) - 0.2 * gate.factor * centred(k1))
 
 
-@pytest.mark.parametrize("horizon", ["token", "sequence"])
-def test_advantages_are_shifted_by_the_present_policys_kl(horizon):
-    batch, term = random_batch(), KLTerm(placement="advantage", horizon=horizon)
-    policy, ref = batch.policy_logprobs.detach(), read(batch, "ref_logprobs")
-    expected = kl_in_advantage(batch.advantages, policy, ref, batch.mask, beta=0.2, horizon=horizon)
-    shifted = shifted_advantages(batch.advantages, prepare(batch, term), beta=0.2)
-    torch.testing.assert_close(shifted, expected)
-    assert not shifted.requires_grad
-
-
 def test_without_a_reference_every_part_says_so():
     batch, term = random_batch(ref_logprobs=None), KLTerm()
     for part in (
@@ -140,11 +129,17 @@ def test_without_a_reference_every_part_says_so():
 # --- in the reward or the advantage ---------------------------------------------------------------------------
 
 
+def shifted(advantages, policy, ref, mask, *, beta, kl_mask=None, **choices):
+    batch = flat_batch(policy_logprobs=policy, ref_logprobs=ref, mask=mask, kl_mask=kl_mask, advantages=advantages)
+    return shifted_advantages(advantages, prepare(batch, KLTerm(placement="advantage", **choices)), beta=beta)
+
+
 def test_the_advantage_loses_the_log_ratio_of_its_token_or_of_all_that_follow():
-    policy, ref = double([[-1.0, -2.0, -3.0, 9.0]]), double([[-2.0, -1.5, -5.0, 1.0]])
+    policy, ref = double([[-1.0, -2.0, -3.0, 9.0]]).requires_grad_(True), double([[-2.0, -1.5, -5.0, 1.0]])
     mask = torch.tensor([[True, True, True, False]])
-    token = kl_in_advantage(double([1.0]), policy, ref, mask, beta=0.1, horizon="token")
-    sequence = kl_in_advantage(double([1.0]), policy, ref, mask, beta=0.1, horizon="sequence")
+    token = shifted(double([1.0]), policy, ref, mask, beta=0.1, horizon="token")
+    sequence = shifted(double([1.0]), policy, ref, mask, beta=0.1, horizon="sequence")
+    assert not token.requires_grad
     assert token[0, :3].tolist() == pytest.approx([1 - 0.1, 1 + 0.05, 1 - 0.2])
     assert sequence[0, :3].tolist() == pytest.approx([1 - 0.1 * 2.5, 1 - 0.1 * 1.5, 1 - 0.1 * 2.0])
 
@@ -157,7 +152,7 @@ def test_in_the_advantage_the_kl_keeps_its_beta_and_has_the_gradient_of_its_hori
     def loss(y):
         zero = torch.zeros_like(y.probs)
         choices = {"beta": beta, "horizon": horizon}
-        advantages = kl_in_advantage(zero, y.policy_logprobs, y.ref_logprobs, y.mask, **choices)
+        advantages = shifted(zero, y.policy_logprobs, y.ref_logprobs, y.mask, **choices)
         return score_function(y.policy_logprobs, y.sampler_logprobs, advantages)
 
     report = examine(chain, loss)
@@ -170,8 +165,8 @@ def test_where_tokens_are_left_out_later_ones_count_by_k3_in_the_advantage_as_in
     first, last = 0.2, 1.0
     later = ESTIMATORS["k3"].value(double(last)).item()
     wanted = [first + later, later, last]
-    shifted = kl_in_advantage(double([0.0]), policy, ref, mask, beta=-1.0, kl_mask=kept)
-    assert shifted[0].tolist() == pytest.approx(wanted)
+    shift = shifted(double([0.0]), policy, ref, mask, beta=-1.0, kl_mask=kept, horizon="sequence")
+    assert shift[0].tolist() == pytest.approx(wanted)
     batch = flat_batch(policy_logprobs=policy, ref_logprobs=ref, mask=mask, kl_mask=kept, advantages=double([0.0]))
     (slope,) = torch.autograd.grad(token_penalty(prepare(batch, KLTerm(value="k1", horizon="sequence"))).sum(), policy)
     assert slope[0].tolist() == pytest.approx(wanted)

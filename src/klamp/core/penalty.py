@@ -23,60 +23,11 @@ from klamp.core.gradients import (
     share_of,
     truncated_share,
 )
-from klamp.core.masking import (
-    Totals,
-    future_sum,
-    masked_log_ratio,
-    masked_mean,
-    masked_sum,
-    reduce_tokens,
-    upcast,
-)
+from klamp.core.masking import Totals, future_sum, masked_mean, masked_sum, reduce_tokens, upcast
 from klamp.core.surrogates import per_token
 from klamp.core.term import Prepared
-from klamp.core.types import (
-    FORBIDDEN,
-    HELD,
-    Advantages,
-    Estimator,
-    Horizon,
-    LogProbs,
-    LossPart,
-    Mask,
-    Reduction,
-    TokenValues,
-)
+from klamp.core.types import FORBIDDEN, HELD, Advantages, Estimator, LossPart, Mask, Reduction, TokenValues
 from klamp.errors import ConfigError, NonFiniteError
-
-
-def kl_in_advantage(
-    advantages: Advantages,
-    policy_logprobs: LogProbs,
-    ref_logprobs: LogProbs,
-    mask: Mask,
-    *,
-    beta: float | Tensor,
-    horizon: Horizon = "sequence",
-    max_log_ratio: float | None = None,
-    kl_mask: Mask | None = None,
-) -> TokenValues:
-    """The advantages minus beta times the KL, after they were normalised, so that beta means the same in every group.
-
-    Equation: token A_t - beta delta_t; sequence A_t - beta sum_{j >= t} delta_j (reward-to-go). With `kl_mask` delta is
-    0 outside of it and the later terms are k3: A_t - beta (delta_t + sum_{j > t} k3_j).
-    Gradient: through the score function `sequence` gives the gradient of KL(policy || ref) over sequences, `token` that
-    of the KL at each sampled prefix; with `kl_mask` of the generalised KL (see `klamp.core.gradients`).
-    Shapes: advantages [B] or [B, T], `beta` a number or broadcast over [B, T], the others [B, T] -> [B, T].
-
-    Source: FRPO arXiv:2601.10201 (reward-to-go)
-    """
-    carried = mask if kl_mask is None else mask & kl_mask
-    delta = masked_log_ratio(policy_logprobs, ref_logprobs, carried, max_log_ratio=max_log_ratio)
-    shift = delta
-    if horizon == "sequence":
-        later = delta if kl_mask is None else ESTIMATORS["k3"].value(delta)
-        shift = delta + future_sum(later)
-    return per_token(advantages, delta) - beta * shift
 
 
 def _log_weights(prepared: Prepared) -> Tensor:
@@ -186,25 +137,25 @@ def advantages_with_kl(
 
 
 def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: float) -> TokenValues:
-    """Advantages minus beta times the KL of each token (or of it and all later ones), in units of the advantage. [B, T]
+    """Advantages minus beta times the KL, after they were normalised: beta means the same in every group. [B, T]
 
-    As `kl_in_advantage`, with the clip's factor and the sequence's weight on beta. The KL is that of the present
-    policy: under the surrogate's ratios the old one's would follow KL(policy || anchor) less KL(policy || old).
+    Equation: horizon `token` A_t - beta c delta_t; `sequence` A_t - beta c sum_{j >= t} delta_j (reward-to-go), c the
+    clip's factor times the sequence's weight. If tokens may be left out, the later terms are k3: delta_t + sum_{j > t}
+    k3_j. The KL is that of the present policy: under the surrogate's ratios the old one's would follow
+    KL(policy || anchor) less KL(policy || old).
+    Gradient: through the score function `sequence` gives the gradient of KL(policy || ref) over sequences, `token` that
+    of the KL at each sampled prefix; if tokens are left out, of the generalised KL (see `klamp.core.gradients`).
+
+    Source: FRPO arXiv:2601.10201 (reward-to-go)
     """
-    term, batch, policy = prepared.term, prepared.batch, prepared.batch.policy_logprobs.detach()
-    factor = torch.ones_like(batch.mask[:, 0], dtype=policy.dtype) if prepared.gate is None else prepared.gate.factor
+    shift = delta = prepared.bounded
+    if prepared.term.horizon == "sequence":
+        later = delta if prepared.excluded is None else ESTIMATORS["k3"].value(delta)
+        shift = delta + future_sum(later)
+    factor = torch.ones_like(delta[:, 0]) if prepared.gate is None else prepared.gate.factor
     if prepared.scored.weight is not None:
         factor = factor * prepared.scored.weight
-    return kl_in_advantage(
-        advantages,
-        policy,
-        prepared.scored.logprobs,
-        prepared.carried,
-        beta=beta * factor.unsqueeze(-1),
-        horizon=term.horizon,
-        max_log_ratio=term.max_log_ratio,
-        kl_mask=prepared.excluded,
-    )
+    return per_token(advantages, delta) - beta * factor.unsqueeze(-1) * shift
 
 
 def all_shifted(advantages: Advantages, terms: Iterable[tuple[float, Prepared]]) -> Advantages:
