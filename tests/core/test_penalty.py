@@ -11,7 +11,7 @@ from tests.core.test_estimators import double
 from tests.core.test_objective import loss_and_slope, random_batch
 
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import truncated_share
+from klamp.core.gradients import log_weights
 from klamp.core.masking import reduce_tokens
 from klamp.core.objective import grpo_loss
 from klamp.core.penalty import (
@@ -76,7 +76,8 @@ def test_what_a_bound_cuts_off_is_logged_where_there_is_one(horizon):
     batch, off_policy = random_batch(kl_mask=kl_mask), "sequence" if horizon == "sequence" else "token"
     seen = kl_metrics(measure(batch, KLTerm(off_policy=off_policy, horizon=horizon, max_weight=1.5, max_log_ratio=0.4)))
     policy, both = batch.policy_logprobs, batch.mask & kl_mask
-    truncated = truncated_share(policy, read(batch, "sampler_logprobs"), batch.mask, horizon=horizon, max_weight=1.5)
+    weights = log_weights(policy, read(batch, "sampler_logprobs"), batch.mask, horizon=horizon).exp()
+    truncated = (weights > 1.5)[batch.mask].sum() / batch.mask.sum()
     clamped = ((policy - read(batch, "ref_logprobs")).abs() > 0.4)[both].sum() / both.sum()
     assert 0 < truncated < 1 and 0 < clamped < 1
     assert measure(batch, KLTerm(max_log_ratio=0.4)).bounded.aminmax() == (-0.4, 0.4)

@@ -346,20 +346,3 @@ def exact_penalty(
     if horizon == "sequence":
         penalty = penalty + with_gradient(torch.zeros_like(value), future_sum(value), policy_logprobs)
     return masked(penalty, mask)
-
-
-def truncated_share(
-    policy_logprobs: LogProbs, behavior_logprobs: LogProbs, mask: Mask, *, horizon: Horizon, max_weight: float
-) -> Tensor:
-    """The share of unmasked tokens whose off-policy weight exceeds `max_weight`, in [0, 1]."""
-    return share_of(log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon) > math.log(max_weight), mask)
-
-
-def saturated_share(delta: TokenValues, mask: Mask) -> Tensor:
-    """The share of unmasked tokens whose k3 is past what a loss takes in (see `saturation`), in [0, 1]."""
-    return share_of(ESTIMATORS["k3"].value(delta) > saturation(delta.dtype), mask)
-
-
-def share_of(marked: Mask, mask: Mask) -> Tensor:
-    """The share of the unmasked tokens that are marked, in [0, 1]; 0 where all are masked."""
-    return (marked & mask).sum() / mask.sum().clamp(min=1)

@@ -48,10 +48,8 @@ class Objective:
     def __post_init__(self) -> None:
         check_fields(self)
         for weighted in self.terms:
-            check_instance("terms", weighted, Weighted, fix="pass a tuple of Weighted(coefficient, KLTerm(...))")
-            coefficient, term = weighted
-            check_number("coefficient of a KL", coefficient, COEFFICIENT)
-            check_instance("term", term, KLTerm)
+            check_number("coefficient of a KL", weighted.coefficient, COEFFICIENT)
+            check_instance("term", weighted.term, KLTerm)
 
     @property
     def active(self) -> tuple[Weighted, ...]:

@@ -7,6 +7,7 @@ k3 gives the reverse minus the forward gradient, which cancels to first order ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -15,18 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import (
-    exact_penalty,
-    log_weights,
-    penalty_from_weights,
-    saturated_share,
-    share_of,
-    truncated_share,
-)
-from klamp.core.masking import Totals, future_sum, masked_mean, masked_sum, reduce_tokens, upcast
+from klamp.core.gradients import exact_penalty, log_weights, penalty_from_weights, saturation
+from klamp.core.masking import Totals, future_sum, masked_mean, masked_sum, reduce_tokens, share_of, upcast
 from klamp.core.surrogates import per_token
-from klamp.core.term import Prepared
-from klamp.core.types import FORBIDDEN, HELD, Advantages, Estimator, LossPart, Mask, Reduction, TokenValues
+from klamp.core.term import Prepared, scored_by
+from klamp.core.types import FORBIDDEN, HELD, Advantages, Estimator, Reduction, TokenValues
 from klamp.errors import ConfigError, NonFiniteError
 
 
@@ -35,14 +29,7 @@ def _log_weights(prepared: Prepared) -> Tensor:
     term, batch = prepared.term, prepared.batch
     if term.off_policy == "none" or (term.of_prefixes and term.off_policy == "token"):
         return torch.zeros_like(prepared.log_ratio)
-    sampler = batch.logprobs_of("sampler")
-    if sampler is None:
-        raise ConfigError(
-            "kl_off_policy needs the sampler's log-probabilities",
-            got="sampler_logprobs=None",
-            why="the weight is policy / sampler",
-            fix="pass what the sampler reported for its tokens, or kl_off_policy='none'",
-        )
+    sampler = scored_by(batch, "sampler", user="kl_off_policy", otherwise="set kl_off_policy='none'").logprobs
     horizon = term.weight_horizon
     return log_weights(batch.policy_logprobs, sampler, batch.mask, horizon=horizon, max_weight=term.max_weight)
 
@@ -99,9 +86,9 @@ def mean_penalty(
 ) -> Float[Tensor, ""]:
     """The penalty of a batch as one number, without beta; the term's own `normalizer` comes before `reduction`."""
     term, mask = prepared.term, prepared.batch.mask
-    parts: tuple[Mask, LossPart] = (mask, "policy") if term.mean_over == "trained" else (prepared.carried, "kl")
-    size: dict[str, Any] = {"length": length, "totals": totals, "counted": parts[0], "part": parts[1]}
-    return reduce_tokens(token_penalty(prepared), mask, term.normalizer or reduction, **size)
+    size: dict[str, Any] = {"length": length, "totals": totals}
+    carried = None if term.mean_over == "trained" else prepared.carried
+    return reduce_tokens(token_penalty(prepared), mask, term.normalizer or reduction, carried=carried, **size)
 
 
 def shifted_rewards(rewards: Float[Tensor, " batch"], prepared: Prepared, *, beta: float) -> Float[Tensor, " batch"]:
@@ -190,14 +177,15 @@ def _held_metrics(prepared: Prepared) -> dict[str, Tensor]:
     metrics = {"kl/k1": masked_mean(delta, carried), "kl/k3": masked_mean(k3, carried)}
     metrics["kl/k3_sequence"] = masked_sum(k3, carried, -1).mean()
     metrics["kl/log_ratio_max"] = delta.abs().amax()
-    metrics["kl/k3_saturated"] = saturated_share(prepared.bounded, carried)
+    bounded_k3 = ESTIMATORS["k3"].value(prepared.bounded)
+    metrics["kl/k3_saturated"] = share_of(bounded_k3 > saturation(bounded_k3.dtype), carried)
     if term.max_log_ratio is not None:
         metrics["kl/log_ratio_clamped"] = share_of(delta.abs() > term.max_log_ratio, carried)
     if kl is not None:
         metrics["kl/exact"] = masked_mean(kl.detach(), carried)
     if sampler is not None and term.max_weight is not None:
-        bounds: dict[str, Any] = {"horizon": term.weight_horizon, "max_weight": term.max_weight}
-        metrics["kl/weights_truncated"] = truncated_share(batch.policy_logprobs, sampler, batch.mask, **bounds)
+        log_w = log_weights(batch.policy_logprobs, sampler, batch.mask, horizon=term.weight_horizon)
+        metrics["kl/weights_truncated"] = share_of(log_w > math.log(term.max_weight), batch.mask)
     return metrics
 
 

@@ -28,8 +28,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, POSITIVE, check_fields, limited
-from klamp.core.gradients import share_of
-from klamp.core.masking import log_ratio, masked_log_ratio, masked_mean, masked_sum, upcast
+from klamp.core.masking import log_ratio, masked_log_ratio, masked_mean, masked_sum, share_of, upcast
+from klamp.core.term import scored_by
 from klamp.core.types import Advantages, Batch, LogProbs, TokenValues
 from klamp.errors import ConfigError
 
@@ -175,14 +175,7 @@ class Trusted:
     @classmethod
     def of(cls, batch: Batch, region: TrustRegion) -> Trusted:
         """The weights of a batch, which has its sampler's log-probabilities."""
-        sampler = batch.logprobs_of("sampler")
-        if sampler is None:
-            raise ConfigError(
-                "a trust region needs the sampler's log-probabilities",
-                got="sampler_logprobs=None",
-                why="the weight is old policy / sampler",
-                fix="pass what the sampler reported for its tokens, or leave the trust region out",
-            )
+        sampler = scored_by(batch, "sampler", user="a trust region", otherwise="leave it out").logprobs
         policy, mask = batch.policy_logprobs.detach(), batch.mask
         old = policy if batch.old_logprobs is None else batch.old_logprobs.detach()
         ratio = masked_log_ratio(old, sampler, mask)

@@ -107,16 +107,16 @@ class KLTerm:
         return self.clip_method != "none" and self.clip_unit == "token"
 
 
-def scored_by(batch: Batch, anchor: str) -> Scored:
-    """What an anchor says about the batch; a batch that it has not scored is refused."""
+def scored_by(
+    batch: Batch, anchor: str, *, user: str = "", otherwise: str = "set the coefficient of that KL (beta) to 0"
+) -> Scored:
+    """What an anchor says about the batch; refuses a batch that it has not scored. `user` needs it; empty: a KL."""
     if anchor not in batch.anchors:
-        name = argument_of(anchor)
         raise ConfigError(
-            f"a KL to the {anchor} is asked for and the batch has no log-probabilities of it",
-            got=f"{name}=None",
-            why="a KL needs its anchor; leaving the term out silently would train without it",
-            fix=f"score the batch with the {anchor}: Batch(anchors={{{anchor!r}: Scored(logprobs)}}), or set the "
-            "coefficient of that KL (beta) to 0",
+            f"{user or f'a KL to the {anchor}'} needs the {anchor}'s log-probabilities",
+            got=f"{argument_of(anchor)}=None",
+            why="leaving it out silently would train without it",
+            fix=f"score the batch with the {anchor}: Batch(anchors={{{anchor!r}: Scored(logprobs)}}), or {otherwise}",
         )
     return batch.anchors[anchor]
 
