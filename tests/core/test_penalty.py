@@ -18,7 +18,6 @@ from klamp.core.penalty import (
     advantages_with_kl,
     kl_metrics,
     shifted_advantages,
-    shifted_rewards,
     token_penalty,
 )
 from klamp.core.surrogates import score_function
@@ -93,6 +92,10 @@ def test_a_weight_that_is_negative_or_nan_is_refused(weight):
         grpo_loss(random_batch(kl_weight=weight.double()), objective_of(beta=0.1))
 
 
+def centred(x):
+    return (x.view(2, 2) - x.view(2, 2).flip(-1)).view(-1)
+
+
 def test_rewards_are_shifted_by_the_summed_k1_times_weight_and_the_gate_comes_after_the_baseline():
     batch, term = random_batch(kl_weight=torch.tensor([1.0, 2.0, 0.0, 1.0])), KLTerm(placement="reward")
     bare = prepare(batch, term)
@@ -104,12 +107,9 @@ def test_rewards_are_shifted_by_the_summed_k1_times_weight_and_the_gate_comes_af
     k1 = ((batch.policy_logprobs - read(batch, "ref_logprobs")).detach() * batch.mask).sum(-1) * read(
         batch, "kl_weight"
     )
-    shifted = shifted_rewards(rewards, measure(batch, term), beta=0.2)
+    shifted = advantages_with_kl(rewards, measure(batch, term), beta=0.2, advantages=lambda x: x)
     torch.testing.assert_close(shifted, rewards - 0.2 * k1)
     assert not shifted.requires_grad
-
-    def centred(x):
-        return (x.view(2, 2) - x.view(2, 2).flip(-1)).view(-1)
 
     free, gated = (advantages_with_kl(rewards, each, beta=0.2, advantages=centred) for each in (bare, clipped))
     torch.testing.assert_close(free, centred(rewards - 0.2 * k1))
@@ -121,7 +121,7 @@ def test_without_a_reference_every_part_says_so():
     for part in (
         lambda: token_penalty(prepare(batch, term)),
         lambda: shifted_advantages(batch.advantages, prepare(batch, replace(term, placement="advantage")), beta=0.1),
-        lambda: shifted_rewards(torch.ones(4), measure(batch, term), beta=0.1),
+        lambda: advantages_with_kl(torch.ones(4), measure(batch, term), beta=0.1, advantages=centred),
     ):
         with pytest.raises(ConfigError, match="reference"):
             part()

@@ -91,36 +91,25 @@ def mean_penalty(
     return reduce_tokens(token_penalty(prepared), mask, term.normalizer or reduction, carried=carried, **size)
 
 
-def shifted_rewards(rewards: Float[Tensor, " batch"], prepared: Prepared, *, beta: float) -> Float[Tensor, " batch"]:
-    """The rewards minus beta (times the sequence's weight) times the KL of each completion, before advantages. [B]
-
-    Equation: r_i - beta k_i, with k_i the sum of k1 over the completion in nats, of the policy that sampled (a mean
-    could be lowered by writing more). Without a clip, for which see `advantages_with_kl`.
-    Gradient: through the score function that of KL(policy || ref) over sequences, if advantages are not divided by the
-    group's standard deviation (in a saturated group beta drops out) and tokens are left out by their position only.
-
-    Source: arXiv:1909.08593; kl-placement and its failure with std-normalised advantages: docs/concepts
-    """
-    return upcast(rewards) - beta * _completion_kl(prepared)
-
-
-def _completion_kl(prepared: Prepared) -> Float[Tensor, " batch"]:
-    k1 = masked_sum(prepared.bounded, prepared.carried, -1)
-    return k1 if prepared.scored.weight is None else k1 * prepared.scored.weight
-
-
 def advantages_with_kl(
     rewards: Float[Tensor, " batch"], prepared: Prepared, *, beta: float, advantages: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, " batch"]:
     """The advantages of rewards from which the KL of each completion was taken, clipped if the term has a clip. [B]
 
-    Equation: A(r) - beta g_i A(k)_i, A = `advantages`, g the gate's factor, k as in `shifted_rewards`; without a clip
-    A(r - beta k). The baseline of r - beta g k would hold the others' gates, which depend on this completion's tokens.
-    Gradient: through the score function E[g_i] grad KL(policy || ref).
+    Equation: A(r - beta k), A = `advantages`, k_i the sequence's weight times the sum of k1 over the completion in nats
+    (a mean could be lowered by writing more). With a clip A(r) - beta g_i A(k)_i, g the gate's factor: the baseline of
+    r - beta g k would hold the others' gates, which depend on this completion's tokens.
+    Gradient: through the score function that of KL(policy || ref) over sequences, times E[g_i], if advantages are not
+    divided by the group's standard deviation (in a saturated group beta drops out) and tokens are left out by their
+    position only.
+
+    Source: arXiv:1909.08593; kl-placement and its failure with std-normalised advantages: docs/concepts
     """
+    kl = masked_sum(prepared.bounded, prepared.carried, -1)
+    kl = kl if prepared.scored.weight is None else kl * prepared.scored.weight
     if prepared.gate is None:
-        return advantages(shifted_rewards(rewards, prepared, beta=beta))
-    return advantages(rewards) - beta * prepared.gate.factor * advantages(_completion_kl(prepared))
+        return advantages(upcast(rewards) - beta * kl)
+    return advantages(rewards) - beta * prepared.gate.factor * advantages(kl)
 
 
 def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: float) -> TokenValues:
