@@ -18,7 +18,6 @@ BY_ORDER = {
     "HostLimit",
     "Numbers",
     "Kind",
-    "Gate",
     "KLFields",
     "TeacherFields",
     "FixedController",

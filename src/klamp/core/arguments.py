@@ -26,14 +26,10 @@ from klamp.errors import ConfigError, TensorError, check_name
 class Numbers:
     """Which numbers an argument takes."""
 
-    text: str
-    """How an error says it, behind "a number"."""
-    holds: Callable[[float], bool]
-    """Whether a finite number is one of them."""
-    why: str = ""
-    """Why another one cannot work."""
-    fix: str = ""
-    """What to use instead."""
+    text: str  # how an error says it, behind "a number"
+    holds: Callable[[float], bool]  # whether a finite number is one of them
+    why: str = ""  # why another one cannot work
+    fix: str = ""  # what to use instead
 
     def but(self, why: str, fix: str) -> Numbers:
         """The same numbers, with the reason and the way out of one argument."""
@@ -137,14 +133,10 @@ def check_flag(name: str, x: object) -> None:
 class Kind:
     """A kind of tensor."""
 
-    text: str
-    """What it must hold."""
-    holds: Callable[[torch.dtype], bool]
-    """Whether a data type is of this kind."""
-    why: str
-    """Why another one cannot work."""
-    cast: str
-    """The method that makes it one."""
+    text: str  # what it must hold
+    holds: Callable[[torch.dtype], bool]  # whether a data type is of this kind
+    why: str  # why another one cannot work
+    cast: str  # the method that makes it one
 
 
 def _whole(dtype: torch.dtype) -> bool:

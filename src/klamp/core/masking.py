@@ -78,15 +78,14 @@ def log_ratio(policy_logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tens
     return upcast(policy_logprobs) - upcast(ref_logprobs)
 
 
-def masked_log_ratio(
-    policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask, *, max_log_ratio: float | None = None
-) -> TokenValues:
-    """The log-ratio delta = log policy - log ref in nats, detached; 0 where masked, bounded on request.
+def masked_log_ratio(policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask) -> TokenValues:
+    """The log-ratio delta = log policy - log ref in nats, detached; 0 where masked."""
+    return masked(log_ratio(policy_logprobs.detach(), ref_logprobs.detach()), mask)
 
-    The bound is straight-through: it limits the value and the size of the coefficient, and never zeroes the gradient.
-    """
-    delta = masked(log_ratio(policy_logprobs.detach(), ref_logprobs.detach()), mask)
-    return delta if max_log_ratio is None else delta.clamp(-max_log_ratio, max_log_ratio)
+
+def bounded(delta: TokenValues, bound: float | None) -> TokenValues:
+    """A log-ratio within a bound: value and size of the coefficient are limited, the gradient is never set to zero."""
+    return delta if bound is None else delta.clamp(-bound, bound)
 
 
 def totals_of(counted: Mask) -> Totals:
