@@ -148,9 +148,6 @@ class FixedController:
         self._take(saved._replace(value=self._bounded(saved.value)))
 
 
-Controller = FixedController
-
-
 @dataclass(eq=False, kw_only=True)
 class HoldController(FixedController):
     """Holds the KL at its target: acts in the log domain, on a filtered KL some steps ahead, and slowly.
