@@ -226,7 +226,7 @@ def check_instance(name: str, x: object, kind: type, *, fix: str = "") -> None:
 
 
 class _Field(NamedTuple):
-    field: dataclasses.Field[Any]
+    definition: dataclasses.Field[Any]
     kinds: tuple[Any, ...]  # the types that it may be of, None aside
     optional: bool  # whether it may be None
 
@@ -238,7 +238,7 @@ class _Field(NamedTuple):
 
     @property
     def fix(self) -> str:
-        name, default = self.field.name, self.field.default
+        name, default = self.definition.name, self.definition.default
         return f"pass {name}" if default is dataclasses.MISSING else f"{name}={default!r} is the default"
 
 
@@ -255,7 +255,7 @@ def _fields(cls: type) -> tuple[_Field, ...]:
 @functools.cache
 def choices(cls: type) -> Mapping[str, tuple[Any, ...]]:
     """What may be chosen in the fields of a dataclass whose type is a Literal; None among it where None may stand."""
-    return {field.field.name: field.allowed for field in _fields(cls) if field.allowed}
+    return {field.definition.name: field.allowed for field in _fields(cls) if field.allowed}
 
 
 def check_fields(config: object) -> None:
@@ -265,11 +265,11 @@ def check_fields(config: object) -> None:
     Fields of other types are not looked at.
     """
     for field in _fields(type(config)):
-        _check(field.field.name, getattr(config, field.field.name), field)
+        _check(field.definition.name, getattr(config, field.definition.name), field)
 
 
 def _check(name: str, x: object, field: _Field) -> None:
-    numbers = field.field.metadata.get("numbers", ANY)
+    numbers = field.definition.metadata.get("numbers", ANY)
     if field.allowed:
         check_name(name, x, field.allowed)
     elif x is None and field.optional:
@@ -300,8 +300,8 @@ def _check_tuple(name: str, x: object, parts: tuple[Any, ...], *, fix: str) -> N
     text = " or ".join(words.get(kind, f"{kind.__name__}(...)") for kind in kinds)
     count = None if parts[-1] is Ellipsis else len(parts)
     elements = tuple(cast("list[object]", x)) if isinstance(x, list | tuple) else (x,)
-    taken = (int, *kinds) if float in kinds else kinds
-    fits = all(isinstance(element, taken) and not isinstance(element, bool) for element in elements)
+    types = (int, *kinds) if float in kinds else kinds
+    fits = all(isinstance(element, types) and not isinstance(element, bool) for element in elements)
     fits = fits and count in (None, len(elements))
     if not (fits and isinstance(x, tuple)):
         raise ConfigError(
