@@ -52,7 +52,7 @@ class EstimatorRow:
 
 def check_estimator(name: str, *, function: str) -> None:
     """Refuse what is no estimator of sampled tokens."""
-    if name == "exact":
+    if str(name) == "exact":
         raise ConfigError(
             f"{function} cannot form the exact KL from log-probabilities of sampled tokens",
             got="'exact'",
