@@ -181,7 +181,7 @@ def test_a_kl_over_the_vocabulary_to_a_teacher_that_forbids_a_word_is_refused_an
 def test_a_term_without_its_anchor_is_refused():
     for anchor in ("teacher", "sampler"):
         bare = changed(scored(), **{f"{anchor}_logprobs": None})
-        with pytest.raises(ConfigError, match=f"a KL to the {anchor} is asked for"):
+        with pytest.raises(ConfigError, match=f"a KL to the {anchor} needs"):
             grpo_loss(bare, objective_of(others=(Weighted(1.0, KLTerm(anchor=anchor)),)))
         grpo_loss(bare, objective_of(others=(Weighted(0.0, KLTerm(anchor=anchor)),)))
     with pytest.raises(ConfigError, match="kl=None"):

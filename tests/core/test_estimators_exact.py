@@ -163,6 +163,6 @@ def test_what_is_no_log_probability_is_refused(form):
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_logits_of_a_vocabulary_are_recognised_by_their_shape():
-    with pytest.raises(ShapeError, match="a dimension of the vocabulary"):
+def test_logits_of_a_vocabulary_are_refused_by_their_shape():
+    with pytest.raises(ShapeError, match="the mask does not fit the values"):
         kl_penalty(logits(4, 3, 4, 7), logits(5, 3, 4, 7), torch.ones(3, 4, dtype=torch.bool))

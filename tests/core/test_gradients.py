@@ -9,13 +9,11 @@ import torch
 from tests.batches import flat_batch, objective_of
 
 from klamp.core.estimators import kl_estimate
-from klamp.core.gradients import (
-    kl_penalty,
-    saturated_share,
-    saturation,
-    truncated_share,
-)
+from klamp.core.gradients import kl_penalty, saturation
 from klamp.core.objective import grpo_loss
+from klamp.core.penalty import kl_metrics
+from klamp.core.term import KLTerm, measure
+from klamp.core.types import Batch, Scored
 from klamp.errors import ConfigError
 from klamp.verify.oracle import NOTHING_KNOWN, examine, expected, expected_gradient
 from klamp.verify.worlds import enumerate_outcomes, random_chain
@@ -163,15 +161,23 @@ LOG_2 = math.log(2)
 RATIOS = LOG_2 * torch.tensor([[1.0, 0.5, -2.0, 9.0], [-1.0, 3.0, -9.0, 9.0]], dtype=torch.float64)
 
 
+def metrics_of(delta, **choices):
+    zero = torch.zeros_like(delta)
+    anchors = {"reference": Scored(zero), "sampler": Scored(zero)}
+    batch = Batch(policy_logprobs=delta, mask=TRAINED, advantages=zero, anchors=anchors)
+    return kl_metrics(measure(batch, KLTerm(**choices)))
+
+
 @pytest.mark.parametrize(("horizon", "over"), [("token", [[0, 0, 0], [0, 1, 0]]), ("sequence", [[0, 1, 0], [0, 1, 0]])])
 def test_the_share_of_truncated_weights_counts_trained_tokens_above_the_bound(horizon, over):
-    found = truncated_share(RATIOS, torch.zeros_like(RATIOS), TRAINED, horizon=horizon, max_weight=2.0)
-    assert found.item() == pytest.approx(sum(map(sum, over)) / 5)
-    larger = truncated_share(RATIOS, torch.zeros_like(RATIOS), TRAINED, horizon=horizon, max_weight=1.9)
-    assert larger > found
+    share, larger = (
+        metrics_of(RATIOS, off_policy=horizon, max_weight=bound)["kl/weights_truncated"] for bound in (2.0, 1.9)
+    )
+    assert share.item() == pytest.approx(sum(map(sum, over)) / 5)
+    assert larger > share
 
 
 def test_the_share_of_saturated_tokens_counts_trained_ones_whose_k3_a_loss_does_not_take_in():
     edge = -math.log(saturation(torch.float64))
     delta = torch.tensor([[edge - 1, edge + 1, 0.0, edge - 1], [1e3, edge - 2, edge - 9, 0.0]], dtype=torch.float64)
-    assert saturated_share(delta, TRAINED).item() == pytest.approx(2 / 5)
+    assert metrics_of(delta)["kl/k3_saturated"].item() == pytest.approx(2 / 5)

@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klamp.core.controllers import (
-    BetaState,
-    Controller,
-    HoldController,
-)
+from klamp.core.controllers import BetaState, FixedController, HoldController
 
 TARGET = 0.05
 KLS = st.lists(st.floats(0, 1e6), max_size=40)
@@ -126,7 +122,9 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
     return x - np.log(np.exp(x).sum(1, keepdims=True))
 
 
-def loop(controller: Controller, seed: int, *, rate: float = 1.0, steps: int = 250) -> tuple[list[float], list[float]]:
+def loop(
+    controller: FixedController, seed: int, *, rate: float = 1.0, steps: int = 250
+) -> tuple[list[float], list[float]]:
     world, kls, betas = World(seed, rate), [], []
     for _ in range(steps):
         betas.append(controller.value)

@@ -11,15 +11,13 @@ from tests.core.test_estimators import double
 from tests.core.test_objective import loss_and_slope, random_batch
 
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import truncated_share
+from klamp.core.gradients import log_weights
 from klamp.core.masking import reduce_tokens
 from klamp.core.objective import grpo_loss
 from klamp.core.penalty import (
     advantages_with_kl,
-    kl_in_advantage,
     kl_metrics,
     shifted_advantages,
-    shifted_rewards,
     token_penalty,
 )
 from klamp.core.surrogates import score_function
@@ -77,7 +75,8 @@ def test_what_a_bound_cuts_off_is_logged_where_there_is_one(horizon):
     batch, off_policy = random_batch(kl_mask=kl_mask), "sequence" if horizon == "sequence" else "token"
     seen = kl_metrics(measure(batch, KLTerm(off_policy=off_policy, horizon=horizon, max_weight=1.5, max_log_ratio=0.4)))
     policy, both = batch.policy_logprobs, batch.mask & kl_mask
-    truncated = truncated_share(policy, read(batch, "sampler_logprobs"), batch.mask, horizon=horizon, max_weight=1.5)
+    weights = log_weights(policy, read(batch, "sampler_logprobs"), batch.mask, horizon=horizon).exp()
+    truncated = (weights > 1.5)[batch.mask].sum() / batch.mask.sum()
     clamped = ((policy - read(batch, "ref_logprobs")).abs() > 0.4)[both].sum() / both.sum()
     assert 0 < truncated < 1 and 0 < clamped < 1
     assert measure(batch, KLTerm(max_log_ratio=0.4)).bounded.aminmax() == (-0.4, 0.4)
@@ -93,6 +92,10 @@ def test_a_weight_that_is_negative_or_nan_is_refused(weight):
         grpo_loss(random_batch(kl_weight=weight.double()), objective_of(beta=0.1))
 
 
+def centred(x):
+    return (x.view(2, 2) - x.view(2, 2).flip(-1)).view(-1)
+
+
 def test_rewards_are_shifted_by_the_summed_k1_times_weight_and_the_gate_comes_after_the_baseline():
     batch, term = random_batch(kl_weight=torch.tensor([1.0, 2.0, 0.0, 1.0])), KLTerm(placement="reward")
     bare = prepare(batch, term)
@@ -104,26 +107,13 @@ def test_rewards_are_shifted_by_the_summed_k1_times_weight_and_the_gate_comes_af
     k1 = ((batch.policy_logprobs - read(batch, "ref_logprobs")).detach() * batch.mask).sum(-1) * read(
         batch, "kl_weight"
     )
-    shifted = shifted_rewards(rewards, measure(batch, term), beta=0.2)
+    shifted = advantages_with_kl(rewards, measure(batch, term), beta=0.2, advantages=lambda x: x)
     torch.testing.assert_close(shifted, rewards - 0.2 * k1)
     assert not shifted.requires_grad
-
-    def centred(x):
-        return (x.view(2, 2) - x.view(2, 2).flip(-1)).view(-1)
 
     free, gated = (advantages_with_kl(rewards, each, beta=0.2, advantages=centred) for each in (bare, clipped))
     torch.testing.assert_close(free, centred(rewards - 0.2 * k1))
     torch.testing.assert_close(gated, centred(rewards) - 0.2 * gate.factor * centred(k1))
-
-
-@pytest.mark.parametrize("horizon", ["token", "sequence"])
-def test_advantages_are_shifted_by_the_present_policys_kl(horizon):
-    batch, term = random_batch(), KLTerm(placement="advantage", horizon=horizon)
-    policy, ref = batch.policy_logprobs.detach(), read(batch, "ref_logprobs")
-    expected = kl_in_advantage(batch.advantages, policy, ref, batch.mask, beta=0.2, horizon=horizon)
-    shifted = shifted_advantages(batch.advantages, prepare(batch, term), beta=0.2)
-    torch.testing.assert_close(shifted, expected)
-    assert not shifted.requires_grad
 
 
 def test_without_a_reference_every_part_says_so():
@@ -131,7 +121,7 @@ def test_without_a_reference_every_part_says_so():
     for part in (
         lambda: token_penalty(prepare(batch, term)),
         lambda: shifted_advantages(batch.advantages, prepare(batch, replace(term, placement="advantage")), beta=0.1),
-        lambda: shifted_rewards(torch.ones(4), measure(batch, term), beta=0.1),
+        lambda: advantages_with_kl(torch.ones(4), measure(batch, term), beta=0.1, advantages=centred),
     ):
         with pytest.raises(ConfigError, match="reference"):
             part()
@@ -140,11 +130,17 @@ def test_without_a_reference_every_part_says_so():
 # --- in the reward or the advantage ---------------------------------------------------------------------------
 
 
+def shifted(advantages, policy, ref, mask, *, beta, kl_mask=None, **choices):
+    batch = flat_batch(policy_logprobs=policy, ref_logprobs=ref, mask=mask, kl_mask=kl_mask, advantages=advantages)
+    return shifted_advantages(advantages, prepare(batch, KLTerm(placement="advantage", **choices)), beta=beta)
+
+
 def test_the_advantage_loses_the_log_ratio_of_its_token_or_of_all_that_follow():
-    policy, ref = double([[-1.0, -2.0, -3.0, 9.0]]), double([[-2.0, -1.5, -5.0, 1.0]])
+    policy, ref = double([[-1.0, -2.0, -3.0, 9.0]]).requires_grad_(True), double([[-2.0, -1.5, -5.0, 1.0]])
     mask = torch.tensor([[True, True, True, False]])
-    token = kl_in_advantage(double([1.0]), policy, ref, mask, beta=0.1, horizon="token")
-    sequence = kl_in_advantage(double([1.0]), policy, ref, mask, beta=0.1, horizon="sequence")
+    token = shifted(double([1.0]), policy, ref, mask, beta=0.1, horizon="token")
+    sequence = shifted(double([1.0]), policy, ref, mask, beta=0.1, horizon="sequence")
+    assert not token.requires_grad
     assert token[0, :3].tolist() == pytest.approx([1 - 0.1, 1 + 0.05, 1 - 0.2])
     assert sequence[0, :3].tolist() == pytest.approx([1 - 0.1 * 2.5, 1 - 0.1 * 1.5, 1 - 0.1 * 2.0])
 
@@ -157,7 +153,7 @@ def test_in_the_advantage_the_kl_keeps_its_beta_and_has_the_gradient_of_its_hori
     def loss(y):
         zero = torch.zeros_like(y.probs)
         choices = {"beta": beta, "horizon": horizon}
-        advantages = kl_in_advantage(zero, y.policy_logprobs, y.ref_logprobs, y.mask, **choices)
+        advantages = shifted(zero, y.policy_logprobs, y.ref_logprobs, y.mask, **choices)
         return score_function(y.policy_logprobs, y.sampler_logprobs, advantages)
 
     report = examine(chain, loss)
@@ -170,8 +166,8 @@ def test_where_tokens_are_left_out_later_ones_count_by_k3_in_the_advantage_as_in
     first, last = 0.2, 1.0
     later = ESTIMATORS["k3"].value(double(last)).item()
     wanted = [first + later, later, last]
-    shifted = kl_in_advantage(double([0.0]), policy, ref, mask, beta=-1.0, kl_mask=kept)
-    assert shifted[0].tolist() == pytest.approx(wanted)
+    shift = shifted(double([0.0]), policy, ref, mask, beta=-1.0, kl_mask=kept, horizon="sequence")
+    assert shift[0].tolist() == pytest.approx(wanted)
     batch = flat_batch(policy_logprobs=policy, ref_logprobs=ref, mask=mask, kl_mask=kept, advantages=double([0.0]))
     (slope,) = torch.autograd.grad(token_penalty(prepare(batch, KLTerm(value="k1", horizon="sequence"))).sum(), policy)
     assert slope[0].tolist() == pytest.approx(wanted)

@@ -126,7 +126,7 @@ def test_parts_of_a_batch_add_up_to_the_whole():
 
 def test_what_cannot_work_is_refused():
     policy, old, ref, advantages, mask = data()
-    with pytest.raises(ConfigError, match="a KL to the reference is asked for"):
+    with pytest.raises(ConfigError, match="a KL to the reference needs"):
         compute_loss(policy, old, advantages, mask, kl_coef=0.1)
     with pytest.raises(ConfigError, match="both given"):
         compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=0.1, kl=KLConfig())

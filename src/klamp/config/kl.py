@@ -14,7 +14,6 @@ from klamp.config.fields import Need, accepts_aliases, aliases_of, check_server,
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, COEFFICIENT, POSITIVE, check_fields, check_number
 from klamp.core.clipping import ClipLevel
 from klamp.core.controllers import (
-    Controller,
     FixedController,
     HoldController,
     ProportionalController,
@@ -216,7 +215,7 @@ class KLConfig:
         ]
         return [text for applies, text in rows if applies] + without_effect(c)
 
-    def build_controller(self) -> Controller:
+    def build_controller(self) -> FixedController:
         """A fresh controller of beta."""
         low, high = self.beta_bounds
         if self.controller_name == "fixed":

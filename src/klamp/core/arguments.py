@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -26,14 +26,10 @@ from klamp.errors import ConfigError, TensorError, check_name
 class Numbers:
     """Which numbers an argument takes."""
 
-    text: str
-    """How an error says it, behind "a number"."""
-    holds: Callable[[float], bool]
-    """Whether a finite number is one of them."""
-    why: str = ""
-    """Why another one cannot work."""
-    fix: str = ""
-    """What to use instead."""
+    text: str  # how an error says it, behind "a number"
+    holds: Callable[[float], bool]  # whether a finite number is one of them
+    why: str = ""  # why another one cannot work
+    fix: str = ""  # what to use instead
 
     def but(self, why: str, fix: str) -> Numbers:
         """The same numbers, with the reason and the way out of one argument."""
@@ -137,14 +133,10 @@ def check_flag(name: str, x: object) -> None:
 class Kind:
     """A kind of tensor."""
 
-    text: str
-    """What it must hold."""
-    holds: Callable[[torch.dtype], bool]
-    """Whether a data type is of this kind."""
-    why: str
-    """Why another one cannot work."""
-    cast: str
-    """The method that makes it one."""
+    text: str  # what it must hold
+    holds: Callable[[torch.dtype], bool]  # whether a data type is of this kind
+    why: str  # why another one cannot work
+    cast: str  # the method that makes it one
 
 
 def _whole(dtype: torch.dtype) -> bool:
@@ -187,10 +179,10 @@ def check_tensors(kind: Kind, *, like: Tensor | None = None, **tensors: object) 
             )
 
 
-def check_data(**tensors: Tensor | None) -> None:
+def check_data(**tensors: Tensor) -> None:
     """Refuse tensors that carry a gradient although they are data."""
     for name, x in tensors.items():
-        if x is not None and x.requires_grad:
+        if x.requires_grad:
             raise TensorError(
                 f"{name} must not carry a gradient",
                 got="requires_grad=True",
@@ -233,45 +225,37 @@ def check_instance(name: str, x: object, kind: type, *, fix: str = "") -> None:
     )
 
 
-@dataclass(frozen=True)
-class _Field:
-    name: str
-    default: Any
-    optional: bool
-    """Whether it may be None."""
-    choices: tuple[str, ...]
-    """Of a Literal; empty where it is none."""
-    kinds: tuple[Any, ...]
-    """The types that it may be of, None aside."""
-    numbers: Numbers
-
-    @classmethod
-    def of(cls, field: dataclasses.Field[Any], hint: Any) -> _Field:
-        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        kinds = tuple(part for part in parts if part is not NoneType)
-        named = tuple(choice for part in kinds if get_origin(part) is Literal for choice in get_args(part))
-        return cls(field.name, field.default, NoneType in parts, named, kinds, field.metadata.get("numbers", ANY))
+class _Field(NamedTuple):
+    definition: dataclasses.Field[Any]
+    kinds: tuple[Any, ...]  # the types that it may be of, None aside
+    optional: bool  # whether it may be None
 
     @property
-    def allowed(self) -> tuple[str | None, ...]:
-        return (*self.choices, None) if self.optional else self.choices
+    def allowed(self) -> tuple[Any, ...]:
+        """What may be chosen if the type is a Literal; otherwise empty."""
+        named: list[Any] = [choice for kind in self.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+        return (*named, None) if named and self.optional else (*named,)
 
     @property
     def fix(self) -> str:
-        missing = self.default is dataclasses.MISSING
-        return f"pass {self.name}" if missing else f"{self.name}={self.default!r} is the default"
+        name, default = self.definition.name, self.definition.default
+        return f"pass {name}" if default is dataclasses.MISSING else f"{name}={default!r} is the default"
 
 
 @functools.cache
 def _fields(cls: type) -> tuple[_Field, ...]:
-    hints = get_type_hints(cls)
-    return tuple(_Field.of(field, hints[field.name]) for field in dataclasses.fields(cls))
+    hints, fields = get_type_hints(cls), list[_Field]()
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        fields.append(_Field(field, tuple(part for part in parts if part is not NoneType), NoneType in parts))
+    return tuple(fields)
 
 
 @functools.cache
 def choices(cls: type) -> Mapping[str, tuple[Any, ...]]:
     """What may be chosen in the fields of a dataclass whose type is a Literal; None among it where None may stand."""
-    return {field.name: field.allowed for field in _fields(cls) if field.choices}
+    return {field.definition.name: field.allowed for field in _fields(cls) if field.allowed}
 
 
 def check_fields(config: object) -> None:
@@ -281,59 +265,48 @@ def check_fields(config: object) -> None:
     Fields of other types are not looked at.
     """
     for field in _fields(type(config)):
-        _check(field, getattr(config, field.name))
+        _check(field.definition.name, getattr(config, field.definition.name), field)
 
 
-def _check(field: _Field, x: object) -> None:
-    if field.choices:
-        check_name(field.name, x, field.allowed)
+def _check(name: str, x: object, field: _Field) -> None:
+    numbers = field.definition.metadata.get("numbers", ANY)
+    if field.allowed:
+        check_name(name, x, field.allowed)
     elif x is None and field.optional:
         return
     elif field.kinds in ((int,), (float,)):
-        whole = field.kinds == (int,)
-        check_number(field.name, x, field.numbers, whole=whole, optional=field.optional, fix=field.fix)
+        check_number(name, x, numbers, whole=field.kinds == (int,), optional=field.optional, fix=field.fix)
     elif field.kinds == (bool,):
-        check_flag(field.name, x)
-    elif field.kinds == (str,):
-        _check_text(field, x)
-    elif get_origin(field.kinds[0]) is tuple:
-        _check_tuple(field, x)
-    elif isinstance(field.kinds[0], type) and dataclasses.is_dataclass(field.kinds[0]):
-        check_instance(field.name, x, cast(type, field.kinds[0]))
-
-
-def _check_text(field: _Field, x: object) -> None:
-    if not isinstance(x, str):
+        check_flag(name, x)
+    elif field.kinds == (str,) and not isinstance(x, str):
         raise ConfigError(
-            f"{field.name} must be a text{', or None' if field.optional else ''}",
+            f"{name} must be a text{', or None' if field.optional else ''}",
             got=describe(x),
             why="it is a name, a path or a part of one",
-            fix=f"{field.name}={str(x)!r}" if hasattr(x, "__fspath__") else field.fix,
+            fix=f"{name}={str(x)!r}" if hasattr(x, "__fspath__") else field.fix,
         )
+    elif get_origin(field.kinds[0]) is tuple:
+        _check_tuple(name, x, get_args(field.kinds[0]), fix=field.fix)
+        for i, element in enumerate(cast("tuple[object, ...]", x)):
+            if isinstance(element, int | float):
+                check_number(f"{name}[{i}]", element, numbers, fix=field.fix)
+    elif isinstance(field.kinds[0], type) and dataclasses.is_dataclass(field.kinds[0]):
+        check_instance(name, x, cast(type, field.kinds[0]))
 
 
-def _check_tuple(field: _Field, x: object) -> None:
-    parts = get_args(field.kinds[0])
+def _check_tuple(name: str, x: object, parts: tuple[Any, ...], *, fix: str) -> None:
     kinds = get_args(parts[0]) or parts[:1]
     words = {int: "whole numbers", float: "numbers", str: "texts"}
     text = " or ".join(words.get(kind, f"{kind.__name__}(...)") for kind in kinds)
     count = None if parts[-1] is Ellipsis else len(parts)
-    if not isinstance(x, tuple) or count not in (None, len(cast("tuple[object, ...]", x))):
-        listed = tuple(cast("list[object]", x)) if isinstance(x, list | tuple) else (x,)
-        right_length = count in (None, len(listed))
+    elements = tuple(cast("list[object]", x)) if isinstance(x, list | tuple) else (x,)
+    types = (int, *kinds) if float in kinds else kinds
+    fits = all(isinstance(element, types) and not isinstance(element, bool) for element in elements)
+    fits = fits and count in (None, len(elements))
+    if not (fits and isinstance(x, tuple)):
         raise ConfigError(
-            f"{field.name} must be a tuple of {f'{count} ' if count else ''}{text}",
+            f"{name} must be a tuple of {f'{count} ' if count else ''}{text}",
             got=describe(cast(object, x)),
             why="a tuple cannot change, and each of its elements has a meaning of its own",
-            fix=f"{field.name}={listed!r}" if right_length and isinstance(x, list | int | str) else field.fix,
+            fix=f"{name}={elements!r}" if fits else fix,
         )
-    for i, element in enumerate(cast("tuple[object, ...]", x)):
-        if float in kinds:
-            check_number(f"{field.name}[{i}]", element, field.numbers, fix=field.fix)
-        elif not isinstance(element, kinds) or isinstance(element, bool):
-            raise ConfigError(
-                f"{field.name} must be a tuple of {text}",
-                got=f"{describe(element)} at position {i}",
-                why="nothing else can stand for a token" if int in kinds else "each of them is a name",
-                fix=field.fix,
-            )

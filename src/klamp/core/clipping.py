@@ -8,7 +8,7 @@ multiplies a correct gradient. A gate computed from the same sampled tokens is c
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args, overload
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -106,10 +106,6 @@ def clip_gate(
     return ((kl > limit) | (limit <= 0)).to(kl.dtype)
 
 
-@overload
-def kl_budget(threshold: float, *, per_token: bool, reference_length: float | None) -> float: ...
-@overload
-def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Tensor | None) -> float | Tensor: ...
 def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Tensor | None) -> float | Tensor:
     """Total KL budget of one completion in nats.
 

@@ -85,18 +85,16 @@ class FixedController:
                 why="the controller holds beta between them",
                 fix="start between the bounds, min_value <= max_value",
             )
-        self._take(self._start(float(self.value)))
-
-    def _start(self, value: float) -> BetaState:
-        return BetaState(value)
+        self.start = float(self.value)
+        self._take(BetaState(self.start))
 
     def _take(self, state: BetaState) -> None:
         self.state, self.value = state, state.value
 
     def start_at(self, value: float) -> None:
         """Begin anew at a coefficient, bounded, that another controller came to; the rule's start is the lower one."""
-        state = self._start(self._bounded(min(value, self.value)))
-        self._take(state._replace(value=self._bounded(value)))
+        self.start = self._bounded(min(value, self.value))
+        self._take(BetaState(self._bounded(value)))
 
     @property
     def _upper(self) -> float:
@@ -150,9 +148,6 @@ class FixedController:
         self._take(saved._replace(value=self._bounded(saved.value)))
 
 
-Controller = FixedController
-
-
 @dataclass(eq=False, kw_only=True)
 class HoldController(FixedController):
     """Holds the KL at its target: acts in the log domain, on a filtered KL some steps ahead, and slowly.
@@ -188,10 +183,6 @@ class HoldController(FixedController):
     landing: float | None = limited(None, COEFFICIENT)
 
     _saved = ("value", "level", "trend", "landing", "landed")
-
-    def _start(self, value: float) -> BetaState:
-        self.start = value
-        return BetaState(value)
 
     def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
         level, trend = _filtered(state, min(kl / self.target, _CEILING), n_steps)

@@ -50,14 +50,16 @@ class EstimatorRow:
     """Where it is stated."""
 
 
-def needs_logits(function: str) -> ConfigError:
-    """The error of a function that is asked for the exact KL and has no logits to form it from."""
-    return ConfigError(
-        f"{function} cannot form the exact KL from log-probabilities of sampled tokens",
-        got="'exact'",
-        why="the exact KL is summed over the whole vocabulary, so it needs the logits of both models",
-        fix="call exact_kl(policy_logits, ref_logits), or use KLConfig(kl_estimator='exact') with grpo_loss",
-    )
+def check_estimator(name: str, *, function: str) -> None:
+    """Refuse what is no estimator of sampled tokens."""
+    if str(name) == "exact":
+        raise ConfigError(
+            f"{function} cannot form the exact KL from log-probabilities of sampled tokens",
+            got="'exact'",
+            why="the exact KL is summed over the whole vocabulary, so it needs the logits of both models",
+            fix="call exact_kl(policy_logits, ref_logits), or use KLConfig(kl_estimator='exact') with grpo_loss",
+        )
+    check_name("KL estimator", name, ESTIMATORS)
 
 
 def _k3(delta: Tensor) -> Tensor:
@@ -149,9 +151,7 @@ def kl_estimate(
 
     Source: J. Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
     """
-    if str(estimator) == "exact":
-        raise needs_logits("kl_estimate")
-    check_name("KL estimator", estimator, ESTIMATORS)
+    check_estimator(estimator, function="kl_estimate")
     check_tensors(FLOATS, policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
     delta = log_ratio(policy_logprobs, ref_logprobs)
     refuse_positive(policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
@@ -203,12 +203,12 @@ DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def _check_logits(**logits: Tensor) -> None:
     """Refuse probabilities and negative log-likelihoods: 64 rows at most, all positive, that make up 1."""
-    for name, given in logits.items():
-        rows = given.detach().flatten(0, -2)[:64] if given.ndim > 1 else given.detach()[None]
+    for name, scores in logits.items():
+        rows = scores.detach().flatten(0, -2)[:64] if scores.ndim > 1 else scores.detach()[None]
         few = rows.numel() == 0 or rows.shape[-1] < 8  # logits of so few words may look like them
-        if few or given.is_meta or torch.compiler.is_compiling():
+        if few or scores.is_meta or torch.compiler.is_compiling():
             continue
-        close = max(1e-4, 2 * torch.finfo(given.dtype).eps)
+        close = max(1e-4, 2 * torch.finfo(scores.dtype).eps)
         for kind, x in (("probabilities", rows), ("negative log-likelihoods", (-rows).exp())):
             if bool(((rows > 0) & ((x.sum(-1, keepdim=True) - 1).abs() < close)).all()):
                 raise DataError(

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from klamp.core.arguments import FLOATS, MASKS, POSITIVE, check_number, check_roles, check_tensors
-from klamp.core.estimators import ESTIMATORS, TokenFunction, needs_logits
-from klamp.core.masking import future_sum, masked, masked_log_ratio
+from klamp.core.estimators import ESTIMATORS, TokenFunction, check_estimator
+from klamp.core.masking import bounded, future_sum, masked, masked_log_ratio
 from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues, Value, refuse_positive
 from klamp.errors import ConfigError, ShapeError, TensorError, check_name
 
@@ -283,8 +283,7 @@ def kl_penalty(
     Source: DeepSeek-V3.2 arXiv:2512.02556 and RPG arXiv:2505.17508 (token, reverse), FRPO arXiv:2601.10201 (sequence,
     reverse), DeepSeekMath arXiv:2402.03300 (k3 own).
     """
-    if str(value) == "exact":
-        raise needs_logits("kl_penalty")
+    check_estimator(value, function="kl_penalty")
     check_gradient_choice(value, gradient, horizon)
     check_number("max_weight", max_weight, BOUND, optional=True)
     check_number("max_log_ratio", max_log_ratio, BOUND, optional=True)
@@ -300,7 +299,7 @@ def kl_penalty(
             why="a token's penalty can depend on the tokens before and after it",
             fix="pass [B, T], also for one token",
         )
-    delta = masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio)
+    delta = bounded(masked_log_ratio(policy_logprobs, ref_logprobs, mask), max_log_ratio)
     log_w = log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon, max_weight=max_weight)
     choices: Any = {"value": value, "gradient": gradient, "horizon": horizon}
     penalty = penalty_from_weights(policy_logprobs, delta, log_w, mask, **choices)
@@ -346,20 +345,3 @@ def exact_penalty(
     if horizon == "sequence":
         penalty = penalty + with_gradient(torch.zeros_like(value), future_sum(value), policy_logprobs)
     return masked(penalty, mask)
-
-
-def truncated_share(
-    policy_logprobs: LogProbs, behavior_logprobs: LogProbs, mask: Mask, *, horizon: Horizon, max_weight: float
-) -> Tensor:
-    """The share of unmasked tokens whose off-policy weight exceeds `max_weight`, in [0, 1]."""
-    return share_of(log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon) > math.log(max_weight), mask)
-
-
-def saturated_share(delta: TokenValues, mask: Mask) -> Tensor:
-    """The share of unmasked tokens whose k3 is past what a loss takes in (see `saturation`), in [0, 1]."""
-    return share_of(ESTIMATORS["k3"].value(delta) > saturation(delta.dtype), mask)
-
-
-def share_of(marked: Mask, mask: Mask) -> Tensor:
-    """The share of the unmasked tokens that are marked, in [0, 1]; 0 where all are masked."""
-    return (marked & mask).sum() / mask.sum().clamp(min=1)

@@ -36,26 +36,14 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def check_one_per_token(name: str, x: Tensor, mask: Tensor) -> None:
-    """Refuse numbers for a whole vocabulary where there must be one for each token."""
-    if x.shape[:-1] == mask.shape:
-        raise ShapeError(
-            f"{name} have a dimension of the vocabulary",
-            got=f"values {tuple(x.shape)}, mask {tuple(mask.shape)}",
-            why="these are logits, or whole distributions; a token's log-probability is one number",
-            fix="logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0], or exact_kl for the whole distributions",
-        )
-
-
 def masked(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The values in float32 or wider, with exactly 0 wherever the mask is False, even over NaN and inf."""
     if x.shape != mask.shape:
-        check_one_per_token("the values", x, mask)
         raise ShapeError(
             "the mask does not fit the values",
             got=f"values {tuple(x.shape)}, mask {tuple(mask.shape)}",
-            why="each value needs to know whether it counts",
-            fix="pass a boolean mask of the same shape",
+            why="the mask says of each value whether it counts",
+            fix="pass one log-probability per token (not logits), and a mask of the same shape",
         )
     x = upcast(x)
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -73,6 +61,11 @@ def masked_mean(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: i
     return masked_sum(x, mask, dim) / count.clamp(min=1)
 
 
+def share_of(marked: Bool[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Tensor:
+    """The share of the unmasked tokens that are marked, in [0, 1]; 0 where all are masked."""
+    return (marked & mask).sum() / mask.sum().clamp(min=1)
+
+
 def log_ratio(policy_logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Tensor:
     """The log-ratio delta = log policy - log ref in nats, formed in float32 or wider."""
     if policy_logprobs.shape != ref_logprobs.shape:
@@ -85,15 +78,14 @@ def log_ratio(policy_logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tens
     return upcast(policy_logprobs) - upcast(ref_logprobs)
 
 
-def masked_log_ratio(
-    policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask, *, max_log_ratio: float | None = None
-) -> TokenValues:
-    """The log-ratio delta = log policy - log ref in nats, detached; 0 where masked, bounded on request.
+def masked_log_ratio(policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask) -> TokenValues:
+    """The log-ratio delta = log policy - log ref in nats, detached; 0 where masked."""
+    return masked(log_ratio(policy_logprobs.detach(), ref_logprobs.detach()), mask)
 
-    The bound is straight-through: it limits the value and the size of the coefficient, and never zeroes the gradient.
-    """
-    delta = masked(log_ratio(policy_logprobs.detach(), ref_logprobs.detach()), mask)
-    return delta if max_log_ratio is None else delta.clamp(-max_log_ratio, max_log_ratio)
+
+def bounded(delta: TokenValues, bound: float | None) -> TokenValues:
+    """A log-ratio within a bound: value and size of the coefficient are limited, the gradient is never set to zero."""
+    return delta if bound is None else delta.clamp(-bound, bound)
 
 
 def totals_of(counted: Mask) -> Totals:
@@ -109,8 +101,7 @@ def reduce_tokens(
     *,
     length: int | None = None,
     totals: Totals | None = None,
-    part: LossPart = "policy",
-    counted: Mask | None = None,
+    carried: Mask | None = None,
 ) -> Float[Tensor, ""]:
     """One number from values of tokens: the sum or one of three means.
 
@@ -124,14 +115,13 @@ def reduce_tokens(
     Shapes: `x`, `mask` [B, T] -> scalar. A sequence without tokens counts as 0.
 
     Args:
-        totals, part: the size of the whole batch, of which this is a micro-batch, so that micro-batches add up exactly;
-            which of its tokens a mean divides by.
-        counted: the tokens that n_i counts; None: all in `mask`.
+        totals: the size of the whole batch, of which this is a micro-batch, so that micro-batches add up exactly.
+        carried: the tokens that n_i counts, those of the KL; None: all in `mask`.
 
     Source: GRPO arXiv:2402.03300 (sequence_mean), DAPO arXiv:2503.14476 (token_mean), Dr. GRPO arXiv:2503.20783
     (fixed_length).
     """
-    counted = mask if counted is None else counted
+    counted, part = (mask, "policy") if carried is None else (carried, "kl")
     totals = totals_of(counted) if totals is None else totals
     denominator, sums = total_denominator(totals, reduction, length=length, part=part), masked(x, mask)
     if reduction == "sequence_mean":

@@ -48,10 +48,8 @@ class Objective:
     def __post_init__(self) -> None:
         check_fields(self)
         for weighted in self.terms:
-            check_instance("terms", weighted, Weighted, fix="pass a tuple of Weighted(coefficient, KLTerm(...))")
-            coefficient, term = weighted
-            check_number("coefficient of a KL", coefficient, COEFFICIENT)
-            check_instance("term", term, KLTerm)
+            check_number("coefficient of a KL", weighted.coefficient, COEFFICIENT)
+            check_instance("term", weighted.term, KLTerm)
 
     @property
     def active(self) -> tuple[Weighted, ...]:
@@ -125,7 +123,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
         if advantages is not batch.advantages:
             of_reward = surrogate(batch.advantages)
             tokens, of_kl = of_reward, trusted.kl_weights * (tokens - of_reward)
-        tokens, metrics = trusted.weights * tokens + of_kl, metrics | trusted.metrics(batch)
+        tokens, metrics = trusted.weights * tokens + of_kl, metrics | trusted.metrics
     size: dict[str, Any] = {"length": objective.max_length, "totals": totals}
     loss = reduce_tokens(tokens, mask, objective.reduction, **size)
     metrics["train/policy_loss"] = loss.detach()

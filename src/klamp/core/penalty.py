@@ -7,6 +7,7 @@ k3 gives the reverse minus the forward gradient, which cancels to first order ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -15,68 +16,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import (
-    exact_penalty,
-    log_weights,
-    penalty_from_weights,
-    saturated_share,
-    share_of,
-    truncated_share,
-)
-from klamp.core.masking import (
-    Totals,
-    future_sum,
-    masked_log_ratio,
-    masked_mean,
-    masked_sum,
-    reduce_tokens,
-    upcast,
-)
+from klamp.core.gradients import exact_penalty, log_weights, penalty_from_weights, saturation
+from klamp.core.masking import Totals, future_sum, masked_mean, masked_sum, reduce_tokens, share_of, upcast
 from klamp.core.surrogates import per_token
-from klamp.core.term import Prepared
-from klamp.core.types import (
-    FORBIDDEN,
-    HELD,
-    Advantages,
-    Estimator,
-    Horizon,
-    LogProbs,
-    LossPart,
-    Mask,
-    Reduction,
-    TokenValues,
-)
+from klamp.core.term import Prepared, scored_by
+from klamp.core.types import FORBIDDEN, HELD, Advantages, Estimator, Reduction, TokenValues
 from klamp.errors import ConfigError, NonFiniteError
-
-
-def kl_in_advantage(
-    advantages: Advantages,
-    policy_logprobs: LogProbs,
-    ref_logprobs: LogProbs,
-    mask: Mask,
-    *,
-    beta: float | Tensor,
-    horizon: Horizon = "sequence",
-    max_log_ratio: float | None = None,
-    kl_mask: Mask | None = None,
-) -> TokenValues:
-    """The advantages minus beta times the KL, after they were normalised, so that beta means the same in every group.
-
-    Equation: token A_t - beta delta_t; sequence A_t - beta sum_{j >= t} delta_j (reward-to-go). With `kl_mask` delta is
-    0 outside of it and the later terms are k3: A_t - beta (delta_t + sum_{j > t} k3_j).
-    Gradient: through the score function `sequence` gives the gradient of KL(policy || ref) over sequences, `token` that
-    of the KL at each sampled prefix; with `kl_mask` of the generalised KL (see `klamp.core.gradients`).
-    Shapes: advantages [B] or [B, T], `beta` a number or broadcast over [B, T], the others [B, T] -> [B, T].
-
-    Source: FRPO arXiv:2601.10201 (reward-to-go)
-    """
-    carried = mask if kl_mask is None else mask & kl_mask
-    delta = masked_log_ratio(policy_logprobs, ref_logprobs, carried, max_log_ratio=max_log_ratio)
-    shift = delta
-    if horizon == "sequence":
-        later = delta if kl_mask is None else ESTIMATORS["k3"].value(delta)
-        shift = delta + future_sum(later)
-    return per_token(advantages, delta) - beta * shift
 
 
 def _log_weights(prepared: Prepared) -> Tensor:
@@ -84,14 +29,7 @@ def _log_weights(prepared: Prepared) -> Tensor:
     term, batch = prepared.term, prepared.batch
     if term.off_policy == "none" or (term.of_prefixes and term.off_policy == "token"):
         return torch.zeros_like(prepared.log_ratio)
-    sampler = batch.logprobs_of("sampler")
-    if sampler is None:
-        raise ConfigError(
-            "kl_off_policy needs the sampler's log-probabilities",
-            got="sampler_logprobs=None",
-            why="the weight is policy / sampler",
-            fix="pass what the sampler reported for its tokens, or kl_off_policy='none'",
-        )
+    sampler = scored_by(batch, "sampler", user="kl_off_policy", otherwise="set kl_off_policy='none'").logprobs
     horizon = term.weight_horizon
     return log_weights(batch.policy_logprobs, sampler, batch.mask, horizon=horizon, max_weight=term.max_weight)
 
@@ -148,27 +86,9 @@ def mean_penalty(
 ) -> Float[Tensor, ""]:
     """The penalty of a batch as one number, without beta; the term's own `normalizer` comes before `reduction`."""
     term, mask = prepared.term, prepared.batch.mask
-    parts: tuple[Mask, LossPart] = (mask, "policy") if term.mean_over == "trained" else (prepared.carried, "kl")
-    size: dict[str, Any] = {"length": length, "totals": totals, "counted": parts[0], "part": parts[1]}
-    return reduce_tokens(token_penalty(prepared), mask, term.normalizer or reduction, **size)
-
-
-def shifted_rewards(rewards: Float[Tensor, " batch"], prepared: Prepared, *, beta: float) -> Float[Tensor, " batch"]:
-    """The rewards minus beta (times the sequence's weight) times the KL of each completion, before advantages. [B]
-
-    Equation: r_i - beta k_i, with k_i the sum of k1 over the completion in nats, of the policy that sampled (a mean
-    could be lowered by writing more). Without a clip, for which see `advantages_with_kl`.
-    Gradient: through the score function that of KL(policy || ref) over sequences, if advantages are not divided by the
-    group's standard deviation (in a saturated group beta drops out) and tokens are left out by their position only.
-
-    Source: arXiv:1909.08593; kl-placement and its failure with std-normalised advantages: docs/concepts
-    """
-    return upcast(rewards) - beta * _completion_kl(prepared)
-
-
-def _completion_kl(prepared: Prepared) -> Float[Tensor, " batch"]:
-    k1 = masked_sum(prepared.bounded, prepared.carried, -1)
-    return k1 if prepared.scored.weight is None else k1 * prepared.scored.weight
+    size: dict[str, Any] = {"length": length, "totals": totals}
+    carried = None if term.mean_over == "trained" else prepared.carried
+    return reduce_tokens(token_penalty(prepared), mask, term.normalizer or reduction, carried=carried, **size)
 
 
 def advantages_with_kl(
@@ -176,35 +96,42 @@ def advantages_with_kl(
 ) -> Float[Tensor, " batch"]:
     """The advantages of rewards from which the KL of each completion was taken, clipped if the term has a clip. [B]
 
-    Equation: A(r) - beta g_i A(k)_i, A = `advantages`, g the gate's factor, k as in `shifted_rewards`; without a clip
-    A(r - beta k). The baseline of r - beta g k would hold the others' gates, which depend on this completion's tokens.
-    Gradient: through the score function E[g_i] grad KL(policy || ref).
+    Equation: A(r - beta k), A = `advantages`, k_i the sequence's weight times the sum of k1 over the completion in nats
+    (a mean could be lowered by writing more). With a clip A(r) - beta g_i A(k)_i, g the gate's factor: the baseline of
+    r - beta g k would hold the others' gates, which depend on this completion's tokens.
+    Gradient: through the score function that of KL(policy || ref) over sequences, times E[g_i], if advantages are not
+    divided by the group's standard deviation (in a saturated group beta drops out) and tokens are left out by their
+    position only.
+
+    Source: arXiv:1909.08593; kl-placement and its failure with std-normalised advantages: docs/concepts
     """
+    kl = masked_sum(prepared.bounded, prepared.carried, -1)
+    kl = kl if prepared.scored.weight is None else kl * prepared.scored.weight
     if prepared.gate is None:
-        return advantages(shifted_rewards(rewards, prepared, beta=beta))
-    return advantages(rewards) - beta * prepared.gate.factor * advantages(_completion_kl(prepared))
+        return advantages(upcast(rewards) - beta * kl)
+    return advantages(rewards) - beta * prepared.gate.factor * advantages(kl)
 
 
 def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: float) -> TokenValues:
-    """Advantages minus beta times the KL of each token (or of it and all later ones), in units of the advantage. [B, T]
+    """Advantages minus beta times the KL, after they were normalised: beta means the same in every group. [B, T]
 
-    As `kl_in_advantage`, with the clip's factor and the sequence's weight on beta. The KL is that of the present
-    policy: under the surrogate's ratios the old one's would follow KL(policy || anchor) less KL(policy || old).
+    Equation: horizon `token` A_t - beta c delta_t; `sequence` A_t - beta c sum_{j >= t} delta_j (reward-to-go), c the
+    clip's factor times the sequence's weight. If tokens may be left out, the later terms are k3: delta_t + sum_{j > t}
+    k3_j. The KL is that of the present policy: under the surrogate's ratios the old one's would follow
+    KL(policy || anchor) less KL(policy || old).
+    Gradient: through the score function `sequence` gives the gradient of KL(policy || ref) over sequences, `token` that
+    of the KL at each sampled prefix; if tokens are left out, of the generalised KL (see `klamp.core.gradients`).
+
+    Source: FRPO arXiv:2601.10201 (reward-to-go)
     """
-    term, batch, policy = prepared.term, prepared.batch, prepared.batch.policy_logprobs.detach()
-    factor = torch.ones_like(batch.mask[:, 0], dtype=policy.dtype) if prepared.gate is None else prepared.gate.factor
+    shift = delta = prepared.bounded
+    if prepared.term.horizon == "sequence":
+        later = delta if prepared.excluded is None else ESTIMATORS["k3"].value(delta)
+        shift = delta + future_sum(later)
+    factor = torch.ones_like(delta[:, 0]) if prepared.gate is None else prepared.gate.factor
     if prepared.scored.weight is not None:
         factor = factor * prepared.scored.weight
-    return kl_in_advantage(
-        advantages,
-        policy,
-        prepared.scored.logprobs,
-        prepared.carried,
-        beta=beta * factor.unsqueeze(-1),
-        horizon=term.horizon,
-        max_log_ratio=term.max_log_ratio,
-        kl_mask=prepared.excluded,
-    )
+    return per_token(advantages, delta) - beta * factor.unsqueeze(-1) * shift
 
 
 def all_shifted(advantages: Advantages, terms: Iterable[tuple[float, Prepared]]) -> Advantages:
@@ -239,14 +166,15 @@ def _held_metrics(prepared: Prepared) -> dict[str, Tensor]:
     metrics = {"kl/k1": masked_mean(delta, carried), "kl/k3": masked_mean(k3, carried)}
     metrics["kl/k3_sequence"] = masked_sum(k3, carried, -1).mean()
     metrics["kl/log_ratio_max"] = delta.abs().amax()
-    metrics["kl/k3_saturated"] = saturated_share(prepared.bounded, carried)
+    bounded_k3 = ESTIMATORS["k3"].value(prepared.bounded)
+    metrics["kl/k3_saturated"] = share_of(bounded_k3 > saturation(bounded_k3.dtype), carried)
     if term.max_log_ratio is not None:
         metrics["kl/log_ratio_clamped"] = share_of(delta.abs() > term.max_log_ratio, carried)
     if kl is not None:
         metrics["kl/exact"] = masked_mean(kl.detach(), carried)
     if sampler is not None and term.max_weight is not None:
-        bounds: dict[str, Any] = {"horizon": term.weight_horizon, "max_weight": term.max_weight}
-        metrics["kl/weights_truncated"] = truncated_share(batch.policy_logprobs, sampler, batch.mask, **bounds)
+        log_w = log_weights(batch.policy_logprobs, sampler, batch.mask, horizon=term.weight_horizon)
+        metrics["kl/weights_truncated"] = share_of(log_w > math.log(term.max_weight), batch.mask)
     return metrics
 
 

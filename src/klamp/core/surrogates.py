@@ -21,15 +21,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, POSITIVE, check_fields, limited
-from klamp.core.gradients import share_of
-from klamp.core.masking import log_ratio, masked_log_ratio, masked_mean, masked_sum, upcast
+from klamp.core.masking import log_ratio, masked_log_ratio, masked_mean, masked_sum, share_of, upcast
+from klamp.core.term import scored_by
 from klamp.core.types import Advantages, Batch, LogProbs, TokenValues
 from klamp.errors import ConfigError
 
@@ -159,31 +158,21 @@ class TrustRegion:
         return self.mode is not None or self.threshold is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trusted:
+class Trusted(NamedTuple):
     """What a trust region leaves of a batch."""
 
     weights: TokenValues
     """Factor on each token's surrogate, detached. [B, T]"""
     kl_weights: TokenValues
     """The same for a KL in the advantage, which a mask leaves where it is, with the weight of its own token. [B, T]"""
-    cut: Bool[Tensor, "batch tokens"]
-    """True = the token's weight was bounded, or it was dropped."""
-    dropped: Bool[Tensor, " batch"]
-    """True = nothing is left of the completion."""
+    metrics: dict[str, Tensor]
+    """Shares of tokens, of completions, and of the advantage's size, that were cut."""
 
     @classmethod
     def of(cls, batch: Batch, region: TrustRegion) -> Trusted:
         """The weights of a batch, which has its sampler's log-probabilities."""
-        sampler = batch.logprobs_of("sampler")
-        if sampler is None:
-            raise ConfigError(
-                "a trust region needs the sampler's log-probabilities",
-                got="sampler_logprobs=None",
-                why="the weight is old policy / sampler",
-                fix="pass what the sampler reported for its tokens, or leave the trust region out",
-            )
-        policy, mask = batch.policy_logprobs.detach(), batch.mask
+        sampler = scored_by(batch, "sampler", user="a trust region", otherwise="leave it out").logprobs
+        policy, mask, advantages = batch.policy_logprobs.detach(), batch.mask, batch.advantages
         old = policy if batch.old_logprobs is None else batch.old_logprobs.detach()
         ratio = masked_log_ratio(old, sampler, mask)
         weights, outside = torch.ones_like(ratio), torch.zeros_like(mask)
@@ -198,20 +187,15 @@ class Trusted:
         kl_weights = ratio.exp() if masks else weights
         if region.threshold is not None:
             distance = masked_mean(log_ratio(sampler.detach(), policy), mask, -1)
-            advantages = batch.advantages
-            advantages = advantages if advantages.ndim == 1 else masked_mean(advantages, mask, -1)
-            left = ((distance > region.threshold) & (advantages < 0))[:, None]
+            of_sequence = advantages if advantages.ndim == 1 else masked_mean(advantages, mask, -1)
+            left = ((distance > region.threshold) & (of_sequence < 0))[:, None]
             outside, weights = outside | left, torch.where(left, 0.0, weights)
-        cut = outside & mask
+        size = per_token(advantages, weights).abs()
+        total = masked_sum(size, mask)
         dropped = mask.any(-1) & ~((weights > 0) & mask).any(-1)
-        return cls(weights=weights, kl_weights=kl_weights, cut=cut, dropped=dropped)
-
-    def metrics(self, batch: Batch) -> dict[str, Tensor]:
-        """Shares of tokens, of completions, and of the advantage's size, that were cut."""
-        size = per_token(batch.advantages, self.weights).abs()
-        total = masked_sum(size, batch.mask)
-        return {
-            "sampler/tokens_cut": share_of(self.cut, batch.mask),
-            "sampler/sequences_cut": self.dropped.float().mean(),
-            "sampler/advantage_cut": masked_sum(size, self.cut) / total.clamp(min=torch.finfo(total.dtype).tiny),
+        metrics = {
+            "sampler/tokens_cut": share_of(outside, mask),
+            "sampler/sequences_cut": dropped.float().mean(),
+            "sampler/advantage_cut": masked_sum(size, outside & mask) / total.clamp(min=torch.finfo(total.dtype).tiny),
         }
+        return cls(weights, kl_weights, metrics)

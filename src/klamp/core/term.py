@@ -17,7 +17,7 @@ from klamp.core.arguments import AT_LEAST_0, check_fields, limited
 from klamp.core.clipping import CLIP_TEMPERATURE, ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import BOUND, check_gradient_choice, saturated
-from klamp.core.masking import masked_log_ratio, masked_sum
+from klamp.core.masking import bounded, masked_log_ratio, masked_sum
 from klamp.core.types import (
     Batch,
     ClipMethod,
@@ -107,16 +107,16 @@ class KLTerm:
         return self.clip_method != "none" and self.clip_unit == "token"
 
 
-def scored_by(batch: Batch, anchor: str) -> Scored:
-    """What an anchor says about the batch; a batch that it has not scored is refused."""
+def scored_by(
+    batch: Batch, anchor: str, *, user: str = "", otherwise: str = "set the coefficient of that KL (beta) to 0"
+) -> Scored:
+    """What an anchor says about the batch; refuses a batch that it has not scored. `user` needs it; empty: a KL."""
     if anchor not in batch.anchors:
-        name = argument_of(anchor)
         raise ConfigError(
-            f"a KL to the {anchor} is asked for and the batch has no log-probabilities of it",
-            got=f"{name}=None",
-            why="a KL needs its anchor; leaving the term out silently would train without it",
-            fix=f"score the batch with the {anchor}: Batch(anchors={{{anchor!r}: Scored(logprobs)}}), or set the "
-            "coefficient of that KL (beta) to 0",
+            f"{user or f'a KL to the {anchor}'} needs the {anchor}'s log-probabilities",
+            got=f"{argument_of(anchor)}=None",
+            why="leaving it out silently would train without it",
+            fix=f"score the batch with the {anchor}: Batch(anchors={{{anchor!r}: Scored(logprobs)}}), or {otherwise}",
         )
     return batch.anchors[anchor]
 
@@ -151,12 +151,8 @@ class Prepared:
 
 
 def measure(batch: Batch, term: KLTerm) -> Prepared:
-    """A term on a batch, without its clip.
-
-    Raises:
-        ConfigError: the batch has no log-probabilities of the term's anchor.
-    """
-    scored, carried, bound = scored_by(batch, term.anchor), carries_kl(batch, term.anchor), term.max_log_ratio
+    """A term on a batch, without its clip; refuses a batch without the log-probabilities of the term's anchor."""
+    scored, carried = scored_by(batch, term.anchor), carries_kl(batch, term.anchor)
     delta = masked_log_ratio(batch.policy_logprobs, scored.logprobs, carried)
     return Prepared(
         term=term,
@@ -164,7 +160,7 @@ def measure(batch: Batch, term: KLTerm) -> Prepared:
         scored=scored,
         carried=carried,
         log_ratio=delta,
-        bounded=delta if bound is None else delta.clamp(-bound, bound),
+        bounded=bounded(delta, term.max_log_ratio),
     )
 
 
@@ -192,18 +188,13 @@ def prepare_terms(batch: Batch, terms: Sequence[Weighted]) -> list[tuple[float, 
     return prepared
 
 
-@dataclass(frozen=True)
-class Gate:
-    """The clip of a batch: the KL and the budget of each sequence in nats, and the factor on the gradient. All [B]."""
+class Gate(NamedTuple):
+    """The clip of a batch, for each sequence. All [B]."""
 
-    kl: Tensor
-    """The KL of each sequence that decides the clip, in nats."""
-    budget: Tensor
-    """The KL of each sequence at which the penalty begins, in nats."""
-    factor: Tensor
-    """The derivative of the clipped KL by the KL, in [0, 1]: the factor on the gradient."""
-    clipped: Tensor
-    """The KL after the clip."""
+    kl: Tensor  # the KL that decides the clip, in nats
+    budget: Tensor  # the KL at which the penalty begins, in nats
+    factor: Tensor  # the derivative of the clipped KL by the KL, in [0, 1]: the factor on the gradient
+    clipped: Tensor  # the KL after the clip
 
     @classmethod
     def of(cls, prepared: Prepared) -> Gate:

@@ -120,8 +120,7 @@ class Batch:
             if logprobs is not None:
                 anchors[name] = anchors[name]._replace(logprobs=logprobs) if name in anchors else Scored(logprobs)
         object.__setattr__(self, "anchors", anchors)
-        _check_kinds(self)
-        _check_shapes(self)
+        _check_tensors(self)
 
     def logprobs_of(self, anchor: str) -> LogProbs | None:
         """Log-probabilities under an anchor; None if the batch has none. [B, T]"""
@@ -162,50 +161,43 @@ def _tensors_of(batch: Batch) -> Iterator[tuple[str, Tensor, Kind, bool]]:
                 yield f"anchors[{anchor!r}].{name}", x, kind, name not in ("gate", "weight")
 
 
-def _check_kinds(batch: Batch) -> None:
-    policy = batch.policy_logprobs
+def _check_tensors(batch: Batch) -> None:
+    policy, advantages, length = batch.policy_logprobs, batch.advantages, batch.reference_length
     check_tensors(FLOATS, policy_logprobs=policy)
-    for name, x, kind, per_token in _tensors_of(batch):
-        check_tensors(kind, like=policy, **{name: x})
-        check_data(**({} if per_token else {name: x}))
-    check_tensors(REALS, like=policy, advantages=batch.advantages)
-    recorded = getattr(batch.advantages, "recorded_by_klamp", False)  # klamp.watch: its gradient trains nothing
-    check_data(advantages=None if recorded else batch.advantages)
-    check_number("group_size", batch.group_size, AT_LEAST_1, whole=True, optional=True)
-    if isinstance(batch.reference_length, Tensor):
-        check_tensors(REALS, reference_length=batch.reference_length)  # moved to the others' device where it is used
-    else:
-        check_number("reference_length", batch.reference_length, POSITIVE, optional=True)
-
-
-def _check_shapes(batch: Batch) -> None:
-    shape = batch.policy_logprobs.shape
-    if len(shape) != 2:
-        logits = len(shape) == 3
+    if policy.ndim != 2:
+        logits = policy.ndim == 3
         raise ShapeError(
             "policy_logprobs must have the shape [B, T]",
-            got=f"{tuple(shape)}, which looks like logits" if logits else str(tuple(shape)),
+            got=f"{tuple(policy.shape)}, which looks like logits" if logits else str(tuple(policy.shape)),
             why="it holds one number per token of each completion",
             fix="logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]"
             if logits
             else "policy_logprobs[None] for a single completion",
         )
-    lengths = [batch.reference_length] if isinstance(batch.reference_length, Tensor) else []
-    columns = [(name, x, per_token) for name, x, _, per_token in _tensors_of(batch)]
-    for name, x, per_token in (*columns, *(("reference_length", x, False) for x in lengths if x.ndim)):
-        if x.shape != (shape if per_token else shape[:1]):
-            raise ShapeError(
-                f"{name} does not have {'the shape of policy_logprobs' if per_token else 'one number per completion'}",
-                got=f"{name} {tuple(x.shape)}, policy_logprobs {tuple(shape)}",
-                why="all of them describe the same completions",
-                fix="score the same tokens, padded to the same length" if per_token else f"pass {name} as [B]",
-            )
-    if batch.advantages.shape not in (shape, shape[:1]):
+    for name, x, kind, per_token in _tensors_of(batch):
+        check_tensors(kind, like=policy, **{name: x})
+        check_data(**({} if per_token else {name: x}))
+        _check_shape(name, x, policy, per_token=per_token)
+    check_tensors(REALS, like=policy, advantages=advantages)
+    _check_shape("advantages", advantages, policy, per_token=advantages.ndim == 2)
+    recorded = getattr(advantages, "recorded_by_klamp", False)  # klamp.watch: its gradient trains nothing
+    check_data(**({} if recorded else {"advantages": advantages}))
+    check_number("group_size", batch.group_size, AT_LEAST_1, whole=True, optional=True)
+    if not isinstance(length, Tensor):
+        check_number("reference_length", length, POSITIVE, optional=True)
+        return
+    check_tensors(REALS, reference_length=length)  # moved to the others' device where it is used
+    if length.ndim:
+        _check_shape("reference_length", length, policy, per_token=False)
+
+
+def _check_shape(name: str, x: Tensor, policy: Tensor, *, per_token: bool) -> None:
+    if x.shape != (policy.shape if per_token else policy.shape[:1]):
         raise ShapeError(
-            "the advantages fit neither the completions nor the tokens",
-            got=f"advantages {tuple(batch.advantages.shape)}, policy_logprobs {tuple(shape)}",
-            why="an advantage belongs to a completion [B] or to a token [B, T]",
-            fix="pass one advantage per completion, or one per token padded as the log-probabilities are",
+            f"{name} does not have {'the shape of policy_logprobs' if per_token else 'one number per completion'}",
+            got=f"{name} {tuple(x.shape)}, policy_logprobs {tuple(policy.shape)}",
+            why="all of them describe the same completions",
+            fix="score the same tokens, padded to the same length" if per_token else f"pass {name} as [B]",
         )
 
 

@@ -32,7 +32,7 @@ from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
 from klamp.core.objective import LossOutput, Objective, grpo_loss
-from klamp.core.penalty import advantages_with_kl, shifted_rewards
+from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import KLTerm, Prepared, Weighted, measure, prepare, sequence_gate_kl, sequence_kl
 from klamp.core.topk import distinct, topk_kl
 from klamp.core.types import HELD, Batch, Scored
@@ -335,7 +335,7 @@ def less_kl(rewards: Float[Tensor, " batch"], batch: Batch, terms: Iterable[Weig
     """The rewards less every KL of these that is taken from them, without a clip. [B]"""
     for coefficient, term in terms:
         if coefficient > 0 and term.placement == "reward":
-            rewards = shifted_rewards(rewards, measure(batch, term), beta=coefficient)
+            rewards = advantages_with_kl(rewards, measure(batch, term), beta=coefficient, advantages=lambda x: x)
     return rewards
 
 

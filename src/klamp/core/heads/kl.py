@@ -96,17 +96,17 @@ class LinearKL(torch.autograd.Function):
 
         def make(index: Tensor | slice, mine: Products) -> TileGradient:
             g, center, *wide = (x[index][:, None] for x in (grads[0], *rest))
-            log_z, ref_log_z = (Normaliser.of(x, center.dtype) for x in wide)
-            rows_of, other = (log_z.near, ref_log_z.near, log_z.rest, ref_log_z.rest, center), ref.of(index)
+            totals, other = [Normaliser.of(x, center.dtype) for x in wide], ref.of(index)
 
             def of_tile(rows: slice, entries: slice) -> Tensor:
                 z, ref_z = (model.head.logits(model.recall(rows, entries)) for model in (mine, other))
                 slope, ref_z = head.slope(z), ref_z.to(z.dtype)
+                log_z, ref_log_z = (Normaliser(*(x[rows] for x in total)) for total in totals)
                 forbidden = None if bias is None else z.isneginf()
                 if ref_bias is not None:  # what rounds to p = 0 is worth 0, whatever the ratio
-                    lost = ref_z.isneginf() & ((z - log_z.near[rows]).exp() == 0)
+                    lost = ref_z.isneginf() & ((z - log_z.near).exp() == 0)
                     forbidden = lost if forbidden is None else forbidden | lost
-                d = slope_of(z, ref_z, *(x[rows] for x in rows_of)).mul_(g[rows])
+                d = slope_of(z, ref_z, log_z, ref_log_z, center[rows]).mul_(g[rows])
                 d = d if forbidden is None else d.masked_fill_(forbidden, 0)  # p log p is 0 there, not NaN
                 return d if slope is None else d.mul_(slope)
 
@@ -115,25 +115,22 @@ class LinearKL(torch.autograd.Function):
         return (*head_gradients(policy, grads[0], ctx.needs_input_grad[:3], make), *[None] * 4)
 
 
-# The slopes of step 3, each in the memory of the two logits that it is given. log Z and log Y are near + rest.
+# The slopes of step 3, each in the memory of the two logits that it is given.
 
 
-def _reverse_slope(z: Tensor, ref_z: Tensor, near: Tensor, ref_near: Tensor, *more: Tensor) -> Tensor:
-    rest, ref_rest, center = more
-    log_p, log_q = z.sub_(near), ref_z.sub_(ref_near)
-    d = torch.sub(log_p, log_q, out=log_q).sub_(center + rest - ref_rest)
-    return d.mul_(exp_(log_p)).mul_((-rest).exp())
+def _reverse_slope(z: Tensor, ref_z: Tensor, log_z: Normaliser, ref_log_z: Normaliser, center: Tensor) -> Tensor:
+    log_p, log_q = z.sub_(log_z.near), ref_z.sub_(ref_log_z.near)
+    d = torch.sub(log_p, log_q, out=log_q).sub_(center + log_z.rest - ref_log_z.rest)
+    return d.mul_(exp_(log_p)).mul_((-log_z.rest).exp())
 
 
-def _forward_slope(z: Tensor, ref_z: Tensor, near: Tensor, ref_near: Tensor, *more: Tensor) -> Tensor:
-    rest, ref_rest, _ = more
-    p, q = exp_(z.sub_(near)).mul_((-rest).exp()), exp_(ref_z.sub_(ref_near))
-    return p.addcmul_(q, (-ref_rest).exp(), value=-1)
+def _forward_slope(z: Tensor, ref_z: Tensor, log_z: Normaliser, ref_log_z: Normaliser, *_: Tensor) -> Tensor:
+    p, q = exp_(z.sub_(log_z.near)).mul_((-log_z.rest).exp()), exp_(ref_z.sub_(ref_log_z.near))
+    return p.addcmul_(q, (-ref_log_z.rest).exp(), value=-1)
 
 
-def _js_slope(z: Tensor, ref_z: Tensor, near: Tensor, ref_near: Tensor, *more: Tensor) -> Tensor:
-    rest, ref_rest, center = more
-    log_p, log_q = z.sub_(near).sub_(rest), ref_z.sub_(ref_near).sub_(ref_rest)
+def _js_slope(z: Tensor, ref_z: Tensor, log_z: Normaliser, ref_log_z: Normaliser, center: Tensor) -> Tensor:
+    log_p, log_q = z.sub_(log_z.near).sub_(log_z.rest), ref_z.sub_(ref_log_z.near).sub_(ref_log_z.rest)
     return _above_mean(log_p, log_q).sub_(center).mul_(exp_(log_p)).div_(2)
 
 
@@ -190,6 +187,7 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
     within = empty.new_zeros(len(columns), policy.hidden.shape[0])
     log_z = within.new_empty(2, *within.shape, dtype=log_sum(empty, empty).dtype)
     spare = Tile(within), Tile(within)
+    p, q = (1, 0) if direction == "forward" else (0, 1)  # KL(p || q); 0 is the policy, 1 the reference
 
     def walk(product: Callable[..., Tensor], visit: Callable[[int, slice, Tensor, Tensor], None]) -> None:
         for i, entries in enumerate(columns):
@@ -200,10 +198,9 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
     def of_tile(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
         if direction == "js":
             log_z[0, i, rows], log_z[1, i, rows] = _normaliser_of(z), _normaliser_of(ref_z)
-        elif direction == "reverse":
-            log_z[0, i, rows], log_z[1, i, rows], within[i, rows] = _within(z, ref_z, spare)
         else:
-            log_z[1, i, rows], log_z[0, i, rows], within[i, rows] = _within(ref_z, z, spare)
+            pair = z, ref_z
+            log_z[p, i, rows], log_z[q, i, rows], within[i, rows] = _within(pair[p], pair[q], spare)
 
     walk(Products.form, of_tile)
     total, ref_total = (x.logsumexp(0) for x in log_z)  # log Z, log Y
@@ -212,12 +209,10 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
         more = _normaliser(ref.hidden, ref.head, slice(v, None))
         ref_total = torch.logaddexp(ref_total, more)
         lost = (more - ref_total).exp()
-    # log P_i, log Q_i
-    mass, ref_mass = (x.sub_(y).to(within.dtype) for x, y in zip(log_z, (total, ref_total), strict=True))
+    mass = [x.sub_(y).to(within.dtype) for x, y in zip(log_z, (total, ref_total), strict=True)]  # log P_i, log Q_i
     if direction != "js":
-        # A tile that a bias forbids as a whole has no mass and an undefined K_i.
-        share = (mass if direction == "reverse" else ref_mass).exp()
-        value = DIRECTIONS[direction](mass.t(), ref_mass.t()) + torch.where(share > 0, share * within, 0).sum(0)
+        share = mass[p].exp()  # a tile that a bias forbids as a whole has no mass and an undefined K_i
+        value = DIRECTIONS["reverse"](mass[p].t(), mass[q].t()) + torch.where(share > 0, share * within, 0).sum(0)
         if direction == "forward":
             total = total - torch.log1p(-lost)  # its slope is (1 - lost) p - q
         return value.to(within.dtype), (value + lost).to(within.dtype), total, ref_total

@@ -20,8 +20,9 @@ from klamp.core.clipping import clip_gate, clip_kl, kl_budget
 from klamp.core.controllers import ProportionalController, StepController
 from klamp.core.estimators import ESTIMATORS, kl_estimate
 from klamp.core.gradients import exact_penalty, kl_penalty, log_weights
-from klamp.core.penalty import kl_in_advantage
-from klamp.core.types import Gradient, Horizon
+from klamp.core.penalty import shifted_advantages
+from klamp.core.term import KLTerm, measure
+from klamp.core.types import Batch, Gradient, Horizon
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.verify.judge import exact
 from klamp.verify.one_step import Rewards, Scene, examine_config, scene
@@ -216,7 +217,9 @@ def _lengths() -> list[Check]:
     by_mean = group_advantages(1 - 0.1 * means, 2, scale="std")
     by_sum = group_advantages(1 - 0.1 * delta.sum(-1), 2, scale="none")
     text = f"advantages {by_mean[0].item():+.3f} (2 tokens), {by_mean[1].item():+.3f} (10 tokens)"
-    shifted = kl_in_advantage(torch.zeros(2).double(), delta, torch.zeros_like(delta), mask, beta=0.1)
+    zero = torch.zeros_like(delta)
+    batch = Batch(policy_logprobs=delta, ref_logprobs=zero, mask=mask, advantages=zero)
+    shifted = shifted_advantages(zero, measure(batch, KLTerm(horizon="sequence")), beta=0.1)
     return [
         is_true(
             "a mean over the own length in the reward: the longest completion wins", by_mean[1] > 0 > by_mean[0], text
