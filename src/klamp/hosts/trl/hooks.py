@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from klamp.config import TRL_LOSS_TYPES
-from klamp.core.types import Advantages, Reduction
+from klamp.core.types import Advantages
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import (
     KL_SCALE,
@@ -31,6 +30,7 @@ from klamp.hosts.common.coefficient import (
 from klamp.hosts.common.control import NEVER_ZERO, go_on_from
 from klamp.hosts.common.rollout import Generation, prepared
 from klamp.hosts.trl import fast_scoring, measure, reference, teacher
+from klamp.hosts.trl.grpo_config import LOSS_TYPES, host_of
 from klamp.hosts.trl.session import Scoring, Session, TRLTrainer, load_state, mode_of, progress, save_state
 
 HostTrainer = cast(Any, object)
@@ -112,12 +112,8 @@ class KLMixin(HostTrainer):
     """klamp's KL, for a class that derives from it first and from `trl.GRPOTrainer` second."""
 
     _klamp: Session
-    _host: str = "TRL"
-    """Whose loss it is."""
     _loss_hook: ClassVar[type[LossHook]] = LossHook
     """How the KL gets into that loss."""
-    _loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
-    """How the host's loss types make tokens a number."""
     _never_exact: str = ""
 
     def _caution(self, text: str) -> None:
@@ -163,7 +159,7 @@ class KLMixin(HostTrainer):
         with session.calls.collected() as scorings, fast_scoring.prompts_once(self):
             output = super()._generate_and_score_completions(inputs)
         measure.watch_sampler(self, output)
-        if self._host == "TRL":
+        if host_of(self) == "TRL":
             measure.watch_positions(self, output)
         if session.teacher is not None:
             teacher.keep_scores(self, inputs, output)
@@ -184,7 +180,7 @@ class KLMixin(HostTrainer):
             accelerator=self.accelerator,
             scorable=session.rollout.scorable,
         )
-        reduction = self._loss_types[self.loss_type]
+        reduction = LOSS_TYPES[host_of(self)][self.loss_type]
         return prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
 
     def _old_scoring(self, output: Any, scorings: list[Scoring]) -> Scoring | None:
