@@ -1,8 +1,4 @@
-"""klamp's options as fields of a host's arguments, each None by default: untouched.
-
-A host whose KL fields are all untouched keeps its own KL; one that is set replaces it by klamp's term, in which every
-other untouched field has klamp's default. `beta` and its other names are the host's own field, and replace nothing.
-"""
+"""klamp's options as fields of a host's arguments, each None by default; see `klamp.trl.GRPOConfig`."""
 
 from __future__ import annotations
 

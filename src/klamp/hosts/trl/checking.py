@@ -41,10 +41,7 @@ Means = Literal["reverse", "forward", "js"]
 
 
 class Listener:
-    """Keeps the tensors of a trainer's loss, and hands verdicts to `tell`, until advantages are not all 0.
-
-    `save` is a capture file; `move`: a reference that equals the policy is moved, only if nothing is trained.
-    """
+    """Checks a trainer's loss until advantages are not all 0; `move`: moves a reference that equals the policy."""
 
     others: ClassVar[list[Callable[[Any], None]]] = []
     """What listens to the losses of other packages; see `klamp.hosts.unsloth.hooks`."""

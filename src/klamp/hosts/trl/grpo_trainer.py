@@ -240,7 +240,6 @@ def _stock(trainer: TRLTrainer, host: str) -> EffectiveTerm | None:
         term=f"{host}'s own",
         beta=float(trainer.beta),
         price=_price(trainer, float(trainer.beta), "loss"),
-        controller="fixed",
         value="k3 times the policy ratio" if weighted else "k3",
         gradient="reverse, on-policy that of k2 (ratio not detached)" if weighted else of_k3,
         placement=PLACEMENTS["loss"],

@@ -43,7 +43,7 @@ class LossHook:
 
     def __init__(self, trainer: TRLTrainer, inputs: Mapping[str, Any], beta: float) -> None:
         self.trainer, self.inputs, self.beta = trainer, inputs, beta
-        self.terms = trainer._klamp.terms(trainer, beta)
+        self.terms, self.has_reference = trainer._klamp.terms(trainer, beta), inputs.get(REF) is not None
         self.scored: Scoring | None = None
         """The policy's log-probabilities in this loss; None: the loss has no KL, and made more or less than one."""
 
@@ -54,12 +54,8 @@ class LossHook:
         collected = session.calls.collected(fast_scoring.learning_rows(self.trainer, self.inputs, self.beta))
         with collected as scorings, self._with_shift(scorings) as inputs, self._as_coefficient(scorings):
             yield inputs
-        if (self._is_referred and session.control is not None) or session.teacher is not None or len(scorings) == 1:
+        if (self.has_reference and session.control is not None) or session.teacher is not None or len(scorings) == 1:
             self.scored = _only(scorings)
-
-    @property
-    def _is_referred(self) -> bool:
-        return self.inputs.get(REF) is not None
 
     @contextmanager
     def _with_shift(self, scorings: list[Scoring]) -> Iterator[dict[str, Any]]:
@@ -69,7 +65,7 @@ class LossHook:
             return advantages_less_kl(batch_of(self.inputs, _only(scorings).logprobs), self.terms)
 
         # TRL multiplies beta with a KL if it has a reference's numbers; without one the teacher's stand in for them
-        stand_in = {} if self._is_referred or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
+        stand_in = {} if self.has_reference or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
         inputs = {**self.inputs, **stand_in}
         if not any(term.placement == "advantage" for _, term in self.terms):
             yield inputs
@@ -90,13 +86,13 @@ class LossHook:
         finally:
             trainer.beta = outer
         check_once(coefficient.uses, "products of beta with a KL")
-        if not self._is_referred:  # what TRL logs as its KL to a reference
+        if not self.has_reference:  # what TRL logs as its KL to a reference
             trainer._metrics[mode_of(trainer)]["kl"].pop()
 
     def _penalty(self, scored: Scoring) -> Tensor:
         trainer, term, inputs = self.trainer, self.trainer._klamp.term, self.inputs
         to_teacher = teacher.penalty(trainer, inputs, scored)
-        if not self._is_referred or self.beta == 0 or term.placement != "loss":
+        if not self.has_reference or self.beta == 0 or term.placement != "loss":
             return torch.zeros_like(scored.logprobs) + to_teacher
         batch = reference.with_exact(trainer, batch_of(inputs, scored.logprobs), inputs, scored.hidden)
         return self.beta * gated_penalty(batch, term, inputs.get(KL_SCALE)) + to_teacher

@@ -1,7 +1,6 @@
 """The places in which verl looks up a KL by its name, klamp's losses there, and `klamp.check` of the actor's loss.
 
-verl gives `kl_penalty` log-probabilities alone. What else a KL needs, the mask, the old log-probabilities and the
-columns of klamp's driver, is in the batch of the actor's loss around it, which is kept at hand while that is computed.
+verl gives `kl_penalty` log-probabilities alone; `_batch` holds the rest while the actor's loss is computed.
 """
 # pyright: reportMissingImports=false
 
