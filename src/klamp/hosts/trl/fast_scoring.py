@@ -20,7 +20,7 @@ from trl.trainer import grpo_trainer
 
 from klamp.core.objective import Objective, without_gradient
 from klamp.hosts.common.anchors import active_dropouts
-from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
+from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask, replaced
 from klamp.hosts.common.effective import that_apply
 from klamp.hosts.trl.grpo_config import liger_bypasses
 from klamp.hosts.trl.reference import plain_model, weights_are_split
@@ -216,20 +216,6 @@ def _pass(trainer: TRLTrainer, model: Any, call: ScoringCall, rows: slice, trait
 
     with replaced(causal, "forward", forward), trainer.accelerator.autocast():
         return model(input_ids=call.input_ids[rows], attention_mask=call.attention_mask[rows])
-
-
-@contextmanager
-def replaced(model: Any, method: str, function: Any) -> Iterator[None]:
-    """A context in which a method of this model or trainer is another function; its wrappers and hooks stay."""
-    before = vars(model).get(method)
-    setattr(model, method, function)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(model, method)
-        else:
-            setattr(model, method, before)
 
 
 def learning_rows(trainer: TRLTrainer, inputs: Any, beta: float) -> Tensor | None:

@@ -26,6 +26,7 @@ from klamp.hosts.common.coefficient import (
     batch_of,
     check_once,
     gated_penalty,
+    replaced,
 )
 from klamp.hosts.common.control import NEVER_ZERO, go_on_from
 from klamp.hosts.common.rollout import Generation, prepared
@@ -76,15 +77,13 @@ class LossHook:
 
     @contextmanager
     def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[None]:
-        trainer, session, outer = self.trainer, self.trainer._klamp, float(self.trainer.beta)
+        trainer, session = self.trainer, self.trainer._klamp
         if not session.has_kl and (session.teacher is None or session.teacher.term.placement != "loss"):
             yield
             return
-        coefficient = trainer.beta = Coefficient(outer or NEVER_ZERO, lambda: self._penalty(_only(scorings)))
-        try:
+        coefficient = Coefficient(float(trainer.beta) or NEVER_ZERO, lambda: self._penalty(_only(scorings)))
+        with replaced(trainer, "beta", coefficient):
             yield
-        finally:
-            trainer.beta = outer
         check_once(coefficient.uses, "products of beta with a KL")
         if not self.has_reference:  # what TRL logs as its KL to a reference
             trainer._metrics[mode_of(trainer)]["kl"].pop()

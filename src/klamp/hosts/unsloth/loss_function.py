@@ -1,8 +1,7 @@
 """Unsloth's loss function: what takes its place for a loss, and its columns.
 
-Unsloth's loss is linear in the KL of each token. How it weighs a token (its mask, its averages, its accumulation, its
-loss scaling) is asked of Unsloth itself, call by call: its own function, given a KL whose slope is known and no
-advantage, returns nothing but those weights. So there is no table of averages here that could go out of date.
+Unsloth's loss is linear in the KL of each token. Given a KL whose slope is known and no advantage, Unsloth's function
+returns the weights of the tokens: no table of averages here can go out of date.
 """
 
 from __future__ import annotations
