@@ -14,7 +14,7 @@ from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, run, s
 import klamp.trl as door
 from klamp.config import KLConfig
 from klamp.errors import ConfigError
-from klamp.hosts.trl.grpo_config import UNSLOTH
+from klamp.hosts.trl.grpo_config import UNSLOTH, host_of
 from klamp.hosts.trl.hooks import KLMixin
 from klamp.hosts.unsloth.hooks import UnslothMixin
 from klamp.trl import attach
@@ -69,8 +69,7 @@ def test_the_host_decides_who_attaches_and_who_reads(monkeypatch: pytest.MonkeyP
     calls: list[tuple[object, object]] = []
     monkeypatch.setattr(door, "unsloth_hook", lambda trainer: UnslothMixin)
     monkeypatch.setattr(door, "attach_to", lambda trainer, kl, hook, ref_model: calls.append((hook, ref_model)))
-    for name in ("read_effective", "read_effective_on_unsloth"):
-        monkeypatch.setattr(door, name, lambda trainer, name=name: calls.append((name, None)))
+    monkeypatch.setattr(door, "read_effective", lambda trainer: calls.append(("effective", host_of(trainer))))
     theirs = type(UNSLOTH, (), {})
     ours = type("Derived", (theirs,), {})
     for trainer in (object.__new__(trl.GRPOTrainer), theirs(), ours()):
@@ -78,6 +77,6 @@ def test_the_host_decides_who_attaches_and_who_reads(monkeypatch: pytest.MonkeyP
         door.effective(trainer)
     assert calls == [
         (KLMixin, "given"),
-        ("read_effective", None),
-        *[(UnslothMixin, "given"), ("read_effective_on_unsloth", None)] * 2,
+        ("effective", "TRL"),
+        *[(UnslothMixin, "given"), ("effective", "Unsloth")] * 2,
     ]

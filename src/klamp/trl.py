@@ -25,10 +25,10 @@ from klamp.hosts.common.effective import Effective, EffectiveTerm  # noqa: E402
 from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback  # noqa: E402
 from klamp.hosts.trl.checking import CheckCallback, check  # noqa: E402
 from klamp.hosts.trl.distillation import DistillationConfig, DistillationTrainer, attached, in_force  # noqa: E402
-from klamp.hosts.trl.grpo_config import GRPOConfig, host_class  # noqa: E402
+from klamp.hosts.trl.grpo_config import GRPOConfig, host_of  # noqa: E402
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer, attach_to, read_effective  # noqa: E402
 from klamp.hosts.trl.hooks import KLMixin  # noqa: E402
-from klamp.hosts.unsloth.hooks import read_effective_on_unsloth, unsloth_hook  # noqa: E402
+from klamp.hosts.unsloth.hooks import unsloth_hook  # noqa: E402
 
 __all__ = [
     "CheckCallback",
@@ -67,7 +67,7 @@ def attach(trainer: AnyTrainer, kl: KLConfig | TeacherConfig, *, ref_model: Any 
         check_instance("kl", kl, TeacherConfig)
         return attached(trainer, cast(TeacherConfig, kl))
     check_instance("kl", kl, KLConfig)
-    hook = KLMixin if host_class(type(trainer)) is None else unsloth_hook(trainer)
+    hook = KLMixin if host_of(trainer) == "TRL" else unsloth_hook(trainer)
     return attach_to(trainer, cast(KLConfig, kl), hook, ref_model=ref_model)
 
 
@@ -77,11 +77,9 @@ def effective(trainer: Any) -> Effective:
     Raises:
         ConfigError: no trainer of TRL's GRPO or distillation.
     """
-    if host_class(type(trainer)) is not None:
-        return read_effective_on_unsloth(trainer)
     if isinstance(trainer, trl.DistillationTrainer):
         return in_force(trainer)
-    if not isinstance(trainer, trl.GRPOTrainer):
+    if not isinstance(trainer, trl.GRPOTrainer) and host_of(trainer) == "TRL":
         raise ConfigError(
             "effective takes a trl.GRPOTrainer or trl.DistillationTrainer, built already",
             got=describe(trainer),

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.diagnostics.histories import completion, history_of
 
 from klamp.doctor import causes
-from klamp.doctor.alarm import KINDS, WORDS, is_apart, least_and_most, noise
+from klamp.doctor.alarm import is_apart, least_and_most, noise
 from klamp.doctor.alarms import ALARMS, check_names
+from klamp.doctor.examine import CONTENTS
 from klamp.doctor.history import History, RunSettings
 from klamp.doctor.metrics import METRICS
 from klamp.errors import UnknownNameError
@@ -38,12 +39,12 @@ def test_every_alarm_has_a_test_of_its_rule(name: str) -> None:
 
 def test_what_an_alarm_needs_exists() -> None:
     for alarm in ALARMS.values():
-        assert not alarm.concerns or alarm.concerns in KINDS
+        assert not alarm.concerns or alarm.concerns in CONTENTS
         for part in "|".join(alarm.needs).replace("+", "|").split("|"):
             if part.startswith("settings."):
                 assert part.removeprefix("settings.") in RunSettings.__dataclass_fields__
             else:
-                assert part in {*METRICS, *FOREIGN, *WORDS}
+                assert part in {*METRICS, *FOREIGN, *CONTENTS}
 
 
 def test_an_empty_run_raises_nothing() -> None:

@@ -17,7 +17,6 @@ from klamp.errors import ConfigError
 from klamp.hosts.common.kl_fields import kl_config, teacher_config
 from klamp.hosts.tinker.loss import LossCall
 from klamp.hosts.trl.grpo_config import check_arguments
-from klamp.hosts.unsloth.hooks import LOSS_TYPES
 from klamp.lab.backends import check_backend
 from klamp.lab.config import TrainConfig
 from klamp.verl import overrides
@@ -33,7 +32,7 @@ def of_trl(config: Any) -> Any:
 
 def of_unsloth(config: KLConfig) -> KLConfig:
     args = arguments(scale_rewards="none")
-    check_arguments(config, args, host="Unsloth", loss_types=LOSS_TYPES)
+    check_arguments(config, args, host="Unsloth")
     return config
 
 

@@ -68,19 +68,17 @@ class Alarm:
     next_step: str
     rule: Rule
     needs: Sequence[str]
-    """What a record must hold for the alarm to rise: metrics (`a|b`: one of them, `a+b`: both), `settings.NAME`, or one
-    of `WORDS`."""
+    """What a record must hold for the alarm to rise: metrics (`a|b`: one of them, `a+b`: both), `settings.NAME`, or a
+    name of `CONTENTS` in `klamp.doctor.examine`."""
     steps: int = 1
     """In how many steps it must hold its metrics."""
     concerns: str = ""
-    """The kind of run that can raise it, one of `KINDS`; empty: every run."""
+    """The kind of run that can raise it, a name of `CONTENTS`; empty: every run."""
     limits: Sequence[Limit] = ()
     level: Level = "alarm"
     """`note`: information, which fails no check unless it is asked to."""
 
 
-WORDS = ("completions", "sampler_logprobs", "loss masks", "advantages", "evaluations", "the first step")
-KINDS = ("a teacher", "a teacher alone", "a chosen reference", "the start as reference")
 ALARMS: dict[str, Alarm] = {}
 """Name of an alarm -> the alarm; complete once `klamp.doctor.alarms` is imported."""
 KL = "|".join(KL_NAMES)
@@ -124,19 +122,16 @@ def least_and_most(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _of_few(errors: float, values: int) -> float:
-    """The multiple of an error by few values that is as seldom as that of a normal law: Student's t (Gaver and Kafadar,
-    1984). Differences of neighbours have 2/3 as many degrees of freedom as values less one.
-    """
-    nu = max(2 * (values - 1) / 3, 2.0)
+    """The multiple of an error by few values that is as seldom: Student's t (Gaver and Kafadar, 1984)."""
+    nu = max(2 * (values - 1) / 3, 2.0)  # degrees of freedom of the differences of neighbours
     return math.sqrt(nu * math.expm1(errors * errors * (nu - 1.5) / (nu - 1) ** 2))
 
 
 def is_beyond(history: History, name: str, value: float, limit: float, *, steps: int = 1) -> bool:
-    """Whether a mean of k1 or k3 lies beyond a limit by more than four standard errors; log-ratios of variance 2 L have
-    a k3 of mean L and std sqrt(2) L. Tokens are counted only past the limit.
-    """
+    """Whether a mean of k1 or k3 lies beyond a limit by more than four standard errors."""
     if abs(value) <= limit:
         return False
+    # log-ratios of variance 2 L have a k3 of mean L and std sqrt(2) L
     deviation = (2 * limit) ** 0.5 if name.endswith("k1") else 2**0.5 * limit
     return abs(value) > limit + 4 * deviation / (steps * count_tokens(history)) ** 0.5
 

@@ -237,7 +237,9 @@ def _fallen(history: History, window: int) -> Evidence | None:
         return None
     return Evidence(
         f"the reward fell from {number(best)} to {number(fmean(now))}, means of {window} steps",
-        causes=causes.why_lost(history),
+        causes=causes.likely_causes(
+            history, causes.learning_rate, causes.wrong_sign, causes.entropy_rose, causes.no_kl
+        ),
     )
 
 

@@ -112,11 +112,9 @@ def _beyond_chance(history: History, name: str) -> bool:
 
 
 def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:
-    """How far sampler and trainer are apart by each measure of a step, in nats per token."""
-    sizes = {name: abs(metrics[name]) for name in ("sampler/k1", "sampler/k3") if name in metrics}
-    if "sampler/abs" in metrics:  # E[d^2]/2 >= E[|d|]^2/2: what k2 is at least
-        sizes["sampler/abs"] = metrics["sampler/abs"] * metrics["sampler/abs"] / 2
-    return sizes
+    """How far sampler and trainer are apart by each measure of a step, in nats per token; |d| as the least k2."""
+    sizes = {name: abs(metrics[name]) for name in ("sampler/k1", "sampler/k3", "sampler/abs") if name in metrics}
+    return {name: size * size / 2 if name == "sampler/abs" else size for name, size in sizes.items()}
 
 
 def causes_of(history: History) -> list[str]:

@@ -37,11 +37,6 @@ def why_far(history: History) -> list[str]:
     return likely_causes(history, learning_rate, no_kl, pays_for_length)
 
 
-def why_lost(history: History) -> list[str]:
-    """What the run shows of why the reward fell."""
-    return likely_causes(history, learning_rate, wrong_sign, entropy_rose, no_kl)
-
-
 def last_jump(history: History) -> str:
     """Shows that the last step may have moved the policy far; the next one decides."""
     return _rate(history, next((b - a for a, b in pairwise(history.kl(2))), 0.0), ", if the KL stays there")

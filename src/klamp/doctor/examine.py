@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import Any
 
 from klamp.doctor.alarm import KL, Alarm, Evidence
@@ -133,24 +134,25 @@ def _gap(alarm: Alarm, history: History, contents: set[str]) -> str:
     return "" if steps >= alarm.steps or not metrics else f"{alarm.steps} steps with its metrics, not {steps}"
 
 
+CONTENTS: Mapping[str, Callable[[History], bool]] = {
+    "completions": lambda run: bool(run.completions),
+    "sampler_logprobs": lambda run: any(x.sampled is not None for x in chain(*run.completions.values())),
+    "loss masks": lambda run: any(x.trained is not None for x in chain(*run.completions.values())),
+    "advantages": lambda run: any(x.advantage is not None for x in chain(*run.completions.values())),
+    "evaluations": lambda run: len(run.evaluations) > 1,
+    "the first step": lambda run: bool(run.rows) and run.rows[0].step <= 1 and not run.settings.steps_counted,
+    "a teacher": lambda run: run.settings.teacher_coef is not None or any(x.startswith("teacher/") for x in run.names),
+    "a teacher alone": teacher_alone,
+    "a chosen reference": lambda run: run.settings.other_reference,
+    "the start as reference": lambda run: not run.settings.other_reference,
+}
+"""What a record may hold besides metrics and settings -> whether it does."""
+
+
 def _contents(history: History) -> set[str]:
     """What a record holds, in the words of `Alarm.needs` and `Alarm.concerns`."""
-    written = [completion for completions in history.completions.values() for completion in completions]
-    rows, settings = history.rows, history.settings
-    flags = {
-        "completions": bool(written),
-        "sampler_logprobs": history.tells_sampler,
-        "loss masks": any(completion.trained is not None for completion in written),
-        "advantages": any(completion.advantage is not None for completion in written),
-        "evaluations": len(history.evaluations) > 1,
-        "the first step": bool(rows) and rows[0].step <= 1 and not settings.steps_counted,
-        "a teacher": settings.teacher_coef is not None or any(name.startswith("teacher/") for name in history.names),
-        "a teacher alone": teacher_alone(history),
-        "a chosen reference": settings.other_reference,
-        "the start as reference": not settings.other_reference,
-    }
-    words = {f"settings.{name}" for name, value in asdict(settings).items() if value is not None}
-    return history.names | words | {name for name, is_there in flags.items() if is_there}
+    settings = {f"settings.{name}" for name, value in asdict(history.settings).items() if value is not None}
+    return history.names | settings | {name for name, holds in CONTENTS.items() if holds(history)}
 
 
 LATE = 150

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,7 +101,7 @@ class Completion:
             return []
         above, below = (other, self.policy) if against == "sampler" else (self.policy, other)
         rows = enumerate(zip(above, below, self.is_trained, strict=True))
-        return [(i, delta) for i, (a, b, trained) in rows if trained and math.isfinite(delta := a - b)]
+        return [(i, bounded(delta)) for i, (a, b, trained) in rows if trained and math.isfinite(delta := a - b)]
 
 
 def check_lengths(lists: Mapping[str, Sequence[Any] | None]) -> None:
@@ -191,8 +190,6 @@ class History:
     """Number of steps done -> (skill -> mean score)."""
     completions: dict[int, list[Completion]] = field(default_factory=dict)
     """Step -> the completions that were written in it; of a run under way, those that rules may look at."""
-    tells_sampler: bool = False
-    """Whether some completion says which of its tokens the model wrote."""
     answers: list[Answer] = field(default_factory=list)
     cautions: list[str] = field(default_factory=list)
     """What the run was warned of, in words."""
@@ -242,7 +239,6 @@ class History:
         """Add completions to the steps that they were written in."""
         for completion in completions:
             self.completions.setdefault(completion.step, []).append(completion)
-            self.tells_sampler |= completion.sampled is not None
 
     def forget_completions(self) -> None:
         """Drop the completions that no rule looks at any more."""
@@ -251,9 +247,8 @@ class History:
 
     def last(self, name: str, count: int, *, before: int = 0) -> list[float]:
         """The finite values of a metric in the last `count` steps that have it, less the latest `before`; bounded."""
-        rows = reversed(self.rows[-10 * (count + before) :])
-        values = (bounded(value) for row in rows if math.isfinite(value := row.metrics.get(name, math.nan)))
-        return list(islice(values, before, before + count))[::-1]
+        values = self.together(count + before, name)[0]
+        return values[: max(len(values) - before, 0)]
 
     def together(self, count: int, *names: str) -> list[list[float]]:
         """The values of several metrics in the last `count` steps that have all of them, as in `last`."""
@@ -279,19 +274,15 @@ class History:
     def replay(self) -> Iterator[History]:
         """The run as it was after each step and evaluation; always the same object, which grows."""
         view = History(source=self.source, settings=self.settings, unread=self.unread)
-        events = heapq.merge(
-            ((step, 0, step) for step in sorted(self.completions)),
-            ((row.step, 1, row) for row in sorted(self.rows, key=lambda row: row.step)),
-            ((row.step, 2, row) for row in sorted(self.evaluations, key=lambda row: row.step)),
-            key=lambda event: event[:2],
-        )
-        for _, kind, event in events:
-            if isinstance(event, Row):
-                (view.rows if kind == 1 else view.evaluations).append(event)
-                yield view
-            else:
-                view.add_completions(self.completions[event])
+        rows = [(row.step, 1, view.rows, row) for row in self.rows]
+        rows += [(row.step, 2, view.evaluations, row) for row in self.evaluations]
+        unread = sorted(self.completions, reverse=True)
+        for step, _, seen, row in sorted(rows, key=lambda entry: entry[:2]):
+            while unread and unread[-1] <= step:
+                view.add_completions(self.completions[unread.pop()])
                 view.forget_completions()
+            seen.append(row)
+            yield view
 
 
 LARGEST = 1e100

@@ -42,7 +42,7 @@ def probe(model: nn.Module) -> Traits:
     head = head_of(OpenedModel(model, plain).causal) is not None
     head = head and _agrees(lambda: _logprobs(model, completions, Traits(head=True), APART), expected, close)
     traits = Traits(head=head)
-    with _in_mode(model, training=False):
+    with in_mode(model, training=False):
         values = _agrees(lambda: _logprobs(model, completions, traits, SHARED), expected, close)
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     weights = sorted(trained, key=Tensor.numel)[:SMALL_PARAMETERS]
@@ -116,7 +116,7 @@ def _caches_in_training(model: nn.Module, completions: Completions) -> bool:
     """Whether a model keeps keys and values in training mode too, which some do in evaluation only."""
     device = completions.ids.device
     opened = OpenedModel(model, Traits())
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), _in_mode(model, training=True):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), in_mode(model, training=True):
         try:
             return opened.run(completions.prompt_ids, completions.prompt_mask, keep=1, use_cache=True)[1] is not None
         except Exception:  # as in _agrees
@@ -124,7 +124,8 @@ def _caches_in_training(model: nn.Module, completions: Completions) -> bool:
 
 
 @contextmanager
-def _in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """A context in which a model is in training or in evaluation mode."""
     before = model.training
     model.train(training)
     try:

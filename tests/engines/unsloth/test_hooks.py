@@ -21,7 +21,7 @@ from klamp.config import KLConfig
 from klamp.core.objective import grpo_loss
 from klamp.errors import ConfigError, NonFiniteError, UnsupportedVersion
 from klamp.hosts.common.rollout import excluded_ids, kl_tokens
-from klamp.hosts.unsloth.hooks import K3_STOPS
+from klamp.hosts.trl.grpo_trainer import K3_STOPS
 
 BETA = 0.4
 CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.17, "kl_reference_length": 6}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS
 from klamp.errors import UnsupportedVersion
-from klamp.hosts.unsloth.hooks import K3_STOPS
+from klamp.hosts.trl.grpo_trainer import K3_STOPS
 from klamp.hosts.unsloth.loss_function import LOSS, Added, Call, Columns, LossWithKL, in_place, loss_function, weighed
 
 UNSLOTHS = loss_function(HOST)[1]

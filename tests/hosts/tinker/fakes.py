@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-
-from klamp.hosts.tinker.datums import pad
+from torch.nn.utils.rnn import pad_sequence
 
 T = TypeVar("T")
 
@@ -54,7 +53,7 @@ def fake_batch(sizes=((3, 4), (3, 2), (2, 5), (2, 1)), *, seed=0, **changes):
 
 def column(data, name, *, boolean=False):
     """One key of all datums, padded. [B, N]"""
-    rows = pad([datum.loss_fn_inputs[name] for datum in data])
+    rows = pad_sequence([datum.loss_fn_inputs[name] for datum in data], batch_first=True)
     return rows != 0 if boolean else rows
 
 

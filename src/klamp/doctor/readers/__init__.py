@@ -37,15 +37,14 @@ def read_record(path: Path, names: Mapping[str, str] | None = None) -> History:
 
 
 def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
-    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if path.match(logs.EVENTS) or kind == ".wandb":
-        return (logs.read_wandb if kind == ".wandb" else logs.read_tensorboard)(path, names)
+    if path.match(logs.EVENTS) or path.suffix == ".wandb":
+        return (logs.read_wandb if path.suffix == ".wandb" else logs.read_tensorboard)(path, names)
     start = list(islice((line.lstrip() for line in text_lines(path) if line.strip()), 2))
-    lists = kind == ".json" or [line.strip() for line in start[:1]] == ["["]
+    lists = path.suffix == ".json" or [line.strip() for line in start[:1]] == ["["]
     if lists and [line[:2] for line in start] != ['{"', '{"']:  # else an object in each line
         return with_report(logs.read_trl_state(path, names), path)
     first = "".join(start[:1])
-    may_be_printed = kind != ".jsonl" or logs.PRINTED.search(first) or logs.CONSOLE.search(first)
+    may_be_printed = path.suffix != ".jsonl" or logs.PRINTED.search(first) or logs.CONSOLE.search(first)
     if logs.PRINTED.match(first) or (first[:1] not in "{[" and may_be_printed):
         return logs.read_text(path, names)
     row = next(json_lines(path), None)
@@ -86,9 +85,8 @@ def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
         refuse_names(names, path, why=COMPUTED)
         source = "prime-rl token export" if exports else "verl rollouts"
         return rollouts.read_rollouts(exports or numbered, source=source)
-    for name in (METRICS_FILE, "metrics.json"):
-        if (path / name).is_file():
-            return _read_file(path / name, names)
+    if (path / METRICS_FILE).is_file():
+        return _read_file(path / METRICS_FILE, names)
     files = files or sorted(file for end in TEXTS for file in path.glob(f"*{end}"))
     if len(files) == 1:
         return _read_file(files[0], names)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import zlib
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from klamp.errors import ConfigError, DataError, unknown_name
+from klamp.errors import ConfigError, DataError
 from klamp.files import json_of, with_end, yaml_of
 
 Read = TypeVar("Read")
@@ -22,7 +20,6 @@ FORMATS = (
     "(trainer.logger=[console,file]), lines that transformers or verl printed, a notebook's table as text, JSONL of "
     "metrics or of completions with token log-probabilities"
 )
-ZIPPED = b"\x1f\x8b"
 
 
 def unreadable(what: str, path: Path, *, why: str, fix: str = "") -> DataError:
@@ -46,14 +43,10 @@ def object_in(path: Path) -> dict[str, Any]:
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file in UTF-8 or UTF-16, gzipped or not; bytes that are neither are replaced."""
-    with with_end(path).open("rb") as plain:
-        file = gzip.GzipFile(fileobj=plain) if plain.peek(2)[:2] == ZIPPED else plain
-        try:
-            wide = file.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE)
-            yield from io.TextIOWrapper(file, "utf-16" if wide else "utf-8-sig", errors="replace", newline="\n")
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise unreadable("a gzipped file is damaged", path, why=shortened(error)) from error
+    """The lines of a text file in UTF-8 or UTF-16; bytes that are neither are replaced."""
+    with with_end(path).open("rb") as file:
+        wide = file.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE)
+        yield from io.TextIOWrapper(file, "utf-16" if wide else "utf-8-sig", errors="replace", newline="\n")
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -94,14 +87,6 @@ def shortened(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return " ".join(str(error).split())[:200]
-
-
-def check_logged(names: Mapping[str, str], logged: Collection[str], path: Path) -> None:
-    """Refuse names (klamp's name of a metric -> that in the record) that no row has, with an UnknownNameError."""
-    for theirs in names.values():
-        if theirs not in logged:
-            present = ", ".join(sorted(logged)[:12]) or "no number"
-            raise unknown_name(f"number in the rows of {path}", theirs, logged, why=f"it has {present}")
 
 
 def refuse_names(names: Mapping[str, str] | None, path: Path, *, why: str) -> None:

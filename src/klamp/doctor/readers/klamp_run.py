@@ -57,9 +57,8 @@ def read_klamp_run(path: Path) -> History:
 def add_tokens(history: History, folder: Path) -> None:
     """Add the completions and the answers of evaluations that a klamp run, or ReportCallback in TRL, wrote."""
     if (file := folder / COMPLETIONS).is_file():
-        history.add_completions(
-            each_row(json_lines(file), file, lambda row: completion_of(row, step=row["step"], written=True))
-        )
+        rows = each_row(json_lines(file), file, lambda row: completion_of(row, step=row["step"], written=True))
+        history.add_completions(rows)
     if (file := folder / ANSWERS).is_file():
         history.answers += each_row(json_lines(file), file, answer_of)
 

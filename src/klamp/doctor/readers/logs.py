@@ -30,8 +30,8 @@ from klamp.doctor.metrics import (
     translate,
     unread_kls,
 )
-from klamp.doctor.readers.files import check_logged, each_row, json_lines, object_in, shortened, text_lines, unreadable
-from klamp.errors import missing_library
+from klamp.doctor.readers.files import each_row, json_lines, object_in, shortened, text_lines, unreadable
+from klamp.errors import missing_library, unknown_name
 from klamp.files import followed, with_end
 from klamp.names import TRAINER_STATE
 
@@ -57,8 +57,12 @@ def _history(
     rows = [(step, {name: value for name, value in row.items() if name not in unmeasured}) for step, row in rows]
     names = _kl_as_it_is(rows, names or {}, logged, theirs)
     step_rows = [row for _, row in rows if SUMMARY not in row]
-    numbers = {name for row in step_rows for name in row if as_number(row[name]) is not None} - {*CLOCKS}
-    check_logged(names, numbers | unmeasured, path)
+    numbers = {name for row in step_rows for name in row if as_number(row[name]) is not None}
+    numbers = (numbers - {*CLOCKS}) | unmeasured
+    for name in names.values():
+        if name not in numbers:
+            present = ", ".join(sorted(numbers)[:12]) or "no number"
+            raise unknown_name(f"number in the rows of {path}", name, numbers, why=f"it has {present}")
     history = History(source=source, settings=settings_of(config or {}, logged, names), config=config or {})
     read_columns = {*names.values(), *(name for name in logged if (n := own_name(name, theirs)) and n not in names)}
     history.unread = unread_kls({name for _, row in rows for name in row}, read_columns)
@@ -102,15 +106,12 @@ def _no_numbers(rows: Logged, theirs: Names, unmeasured: set[str]) -> list[str]:
     """What a reader should know of values that were not read: NaN in every row, or no number at all."""
     text = "is NaN in every row while training went on: nobody measured it (TRL and Unsloth do not at beta 0)"
     cautions = [f"{name} {text}" for name in sorted(unmeasured) if (own_name(name, theirs) or "").startswith("kl/")]
-    bad_values: dict[str, list[tuple[int, object]]] = {}
-    for step, row in rows:
-        for name, value in row.items():
-            if value is not None and as_number(value) is None and own_name(name, theirs):
-                bad_values.setdefault(name, []).append((step, value))
-    for name, values in bad_values.items():
-        step, value = values[0]
-        text = f"{name} is no number in {len(values)} of {len(rows)} rows, first at step {step}"
-        cautions.append(f"{text}: {str(value)[:40]}")
+    logged = dict.fromkeys(name for _, row in rows for name in row)
+    for name in (name for name in logged if own_name(name, theirs)):
+        values = [(step, x) for step, row in rows if (x := row.get(name)) is not None and as_number(x) is None]
+        for step, value in values[:1]:
+            text = f"{name} is no number in {len(values)} of {len(rows)} rows, first at step {step}"
+            cautions.append(f"{text}: {str(value)[:40]}")
     return cautions
 
 
@@ -244,25 +245,12 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     """Read the history in a trainer_state.json."""
     state = object_in(path)
     logs = state.get("log_history")
-    if logs is None and (by_metric := _by_metric(state)):
-        return _with_metrics("table by metric", by_metric, names, path)
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
     rows = list(each_row(logs, path, flat, what="row {} of log_history is damaged"))
     others = {*STEP_NAMES} - {"step"}  # the trainer's own count, whatever else is logged
     rows = [{name: value for name, value in row.items() if name not in others or "step" not in row} for row in rows]
     return _of_rows("TRL trainer state", rows, names, path, ours=False)
-
-
-def _by_metric(table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an object {metric: {step: value}}, as NeMo-RL writes its metrics.json; none of any other object."""
-    if not all(isinstance(values, dict) and all(map(str.isdigit, values)) for values in table.values()):
-        return []
-    steps = sorted({int(step) for values in table.values() for step in values})
-    return [
-        {"step": step, **{name: values[str(step)] for name, values in table.items() if str(step) in values}}
-        for step in steps
-    ]
 
 
 # --- TensorBoard ----------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Reads JSONL files with a completion and its tokens' log-probabilities per line: klamp's, prime-rl's, verl's.
 
-prime-rl exports whole sequences (`trainer.enable_token_export`), prompt included, where the sampler's log-probability
-is 0.0; verl keeps the response apart, padded on the right.
+prime-rl exports whole sequences; a prompt token has the sampler's log-probability 0.0. verl pads on the right.
 """
 
 from __future__ import annotations
@@ -72,10 +71,13 @@ def completion_of(row: Mapping[str, Any], *, step: Any = 1, written: bool = Fals
     scores = {model: _first(row, names) for model, names in LOGPROBS.items()}
     if scores["policy"] is None:
         raise ValueError(f"none of {', '.join(LOGPROBS['policy'])}")
-    policy, mask, tokens = numbers_of(scores["policy"]), _first(row, TRAINED), _first(row, TOKENS)
+    if not isinstance(scores["policy"], list):
+        raise TypeError(f"{reprlib.repr(scores['policy'])} where a list belongs, with one entry per token")
     lists: dict[str, Any] = {model: numbers_of(x) if isinstance(x, list) else None for model, x in scores.items()}
+    policy, mask, tokens = lists["policy"], _first(row, TRAINED), _first(row, TOKENS)
     length, trained = len(policy), flags_of(mask) if isinstance(mask, list) else None
-    lists |= {"trained": trained, "tokens": texts_of(tokens) if isinstance(tokens, list) else [UNKNOWN] * length}
+    texts = [sys.intern(str(x)) for x in tokens] if isinstance(tokens, list) else [UNKNOWN] * length
+    lists |= {"trained": trained, "tokens": texts}
     check_lengths(lists)
     on = trained if trained is not None else every(length)
     if any(value > LARGEST for value, counts in zip(policy, on, strict=True) if counts):
@@ -94,27 +96,15 @@ def completion_of(row: Mapping[str, Any], *, step: Any = 1, written: bool = Fals
     )
 
 
-def numbers_of(values: object) -> array[float]:
+def numbers_of(values: Sequence[Any]) -> array[float]:
     """A list in a line of a record as numbers, 8 bytes each, since a long run has millions; null is NaN."""
-    return array("d", [math.nan if value is None else float(value) for value in list_of(values)])
+    return array("d", [math.nan if value is None else float(value) for value in values])
 
 
-def texts_of(values: object) -> list[str]:
-    """A list of tokens in a line of a record as texts, equal ones held once."""
-    return [sys.intern(str(value)) for value in list_of(values)]
-
-
-def flags_of(values: object) -> Sequence[bool]:
+def flags_of(values: Sequence[Any]) -> Sequence[bool]:
     """A list of flags in a line of a record; if all are True, in no memory of its own."""
-    flags = [bool(value) for value in list_of(values)]
+    flags = [bool(value) for value in values]
     return every(len(flags)) if all(flags) else flags
-
-
-def list_of(values: object) -> Sequence[Any]:
-    """A list in a line of a record, with a TypeError if it is none."""
-    if not isinstance(values, list | tuple):
-        raise TypeError(f"{reprlib.repr(values)} where a list belongs, with one entry per token")
-    return values
 
 
 def _without_padding(policy: Sequence[float], sampler: Sequence[float] | None, trained: Sequence[bool] | None) -> int:
@@ -162,11 +152,8 @@ def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
 
 def step_in(file: Path) -> int:
     """The step in the name of a file: 12.jsonl, or step_12/rank_0.jsonl."""
-    for name in (file.stem, file.parent.name):
-        match = re.fullmatch(r"(?:step[_-])?(\d+)", name)
-        if match:
-            return int(match[1])
-    return 1
+    matches = (re.fullmatch(r"(?:step[_-])?(\d+)", name) for name in (file.stem, file.parent.name))
+    return next((int(match[1]) for match in matches if match), 1)
 
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,10 +27,7 @@ def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def batch_of(inputs: Mapping[str, Any], policy_logprobs: Tensor) -> Batch:
-    """A host's batch in klamp's words, from keys that TRL and Unsloth share.
-
-    The sampler is vLLM's report (the old policy where it has NaN), else the old policy, else the policy itself.
-    """
+    """A host's batch in klamp's words; the sampler is vLLM's report, else (and where that is NaN) the old policy."""
     old = inputs.get("old_per_token_logps")
     recorded = policy_logprobs.detach() if old is None else old
     sampler = inputs.get("sampling_per_token_logps")
@@ -49,10 +47,7 @@ def batch_of(inputs: Mapping[str, Any], policy_logprobs: Tensor) -> Batch:
 
 
 def gated_penalty(batch: Batch, term: KLTerm, scale: Tensor | None = None) -> Tensor:
-    """klamp's per-token penalty of a batch, clipped, without beta. [B, T]
-
-    `scale` [B]: the tokens that the host divides by, over those that carry the KL; None: counted in this micro-batch.
-    """
+    """klamp's clipped penalty without beta, [B, T]; `scale` [B]: see `exclusion_scale`, None: of this micro-batch."""
     prepared = prepare(batch, term)
     penalty = token_penalty(prepared)
     if prepared.excluded is None:
@@ -83,11 +78,7 @@ class ShiftedInputs(dict[str, Any]):
 
 
 class Coefficient(float):
-    """A beta whose product with a per-token KL is beta times klamp's penalty, [B, T], in its place.
-
-    The host's attribute `beta` holds it while the host computes its loss: the one product with a tensor is the host's
-    own `beta * per_token_kl`. So the host masks and normalises the penalty exactly as it would its own.
-    """
+    """A host's beta whose product with a per-token KL is beta times klamp's penalty, [B, T], in the place of both."""
 
     uses: int
     _penalty: Callable[[], Tensor]
@@ -108,6 +99,20 @@ class Coefficient(float):
 
     __mul__ = _times
     __rmul__ = _times
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which an attribute of a model, trainer or module is another value; wrappers and hooks stay."""
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 def stopped_calling(got: str, *, host: str = "the host") -> UnsupportedVersion:

@@ -64,11 +64,10 @@ def mean_spread(rewards: Tensor) -> float | None:
 
 
 def landing_beta(target_kl: float, metrics: Mapping[str, float], rewards: Tensor | None) -> float | None:
-    """The beta at which the optimum lies about `target_kl` from the reference, by the rewards of this step.
+    """The beta at which the optimum is `target_kl` nats per token from the reference, by this step's rewards [n, G].
 
-    Equation: beta is what has the price p at which ref exp(reward / p) is L target_kl nats per completion away, L the
-    tokens of a completion; see `price_at_distance`. `metrics` are the step's, with `beta_metrics`; `rewards` [n, G] has
-    a group in each row. None: the step does not tell; 0.0: its rewards leave no room for so large a KL.
+    Its price p moves ref exp(reward / p) that far, see `price_at_distance`. None: unknown; 0.0: the rewards differ too
+    little for so large a KL.
     """
     price, length = metrics.get("beta/price", 0.0), metrics.get("length/mean", 0.0)
     if rewards is None or not (price > 0 and length > 0):

@@ -19,7 +19,7 @@ class EffectiveTerm:
     """The coefficient in force now, in loss (or reward) per nat."""
     price: str
     """Reward that is given up for one nat of KL of a whole completion, at that coefficient; or why it is unknown."""
-    controller: str
+    controller: str = "fixed"
     """How the coefficient moves."""
     value: str
     """What the KL's value is."""

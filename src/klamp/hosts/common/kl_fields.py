@@ -1,8 +1,4 @@
-"""klamp's options as fields of a host's arguments, each None by default: untouched.
-
-A host whose KL fields are all untouched keeps its own KL; one that is set replaces it by klamp's term, in which every
-other untouched field has klamp's default. `beta` and its other names are the host's own field, and replace nothing.
-"""
+"""klamp's options as fields of a host's arguments, each None by default; see `klamp.trl.GRPOConfig`."""
 
 from __future__ import annotations
 
@@ -70,18 +66,15 @@ def settle_fields(args: Any) -> None:
 
 
 def touched(args: Any, config: type = KLConfig) -> dict[str, Any]:
-    """The fields of a configuration (`beta` is none of them) that a host's arguments set."""
+    """The fields of a configuration, `beta` aside, that a host's arguments set; lists as tuples."""
     names = [field.name for field in dataclasses.fields(config) if field.name != "beta"]
-    return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-
-
-def _plain(args: Any, config: type) -> dict[str, Any]:
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in touched(args, config).items()}
+    values = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def kl_config(args: Any) -> KLConfig | None:
     """The KL configuration that a host's arguments describe; None: they name no KL field, and no teacher."""
-    values = _plain(args, KLConfig)
+    values = touched(args)
     if not values and not touched(args, TeacherConfig):
         return None
     return KLConfig(**values, beta=float(args.beta) if isinstance(args.beta, float) else args.beta)
@@ -93,7 +86,7 @@ PASSED = "the model passed as teacher_model"
 
 def teacher_config(args: Any) -> TeacherConfig | None:
     """The KL to a teacher that a host's arguments describe; None: no field of it is set."""
-    values = _plain(args, TeacherConfig)
+    values = touched(args, TeacherConfig)
     if values and not {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"} & {*values}:
         values["teacher_model"] = PASSED
     return TeacherConfig(**values) if values else None

@@ -1,7 +1,4 @@
-"""What klamp adds to a generation batch before the host shuffles and splits it: whole groups, all processes.
-
-So nothing of it depends on how the batch is then cut into micro-batches.
-"""
+"""What klamp adds to a generation batch, whole groups of all processes, before the host shuffles and splits it."""
 
 from __future__ import annotations
 

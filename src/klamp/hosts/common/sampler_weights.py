@@ -17,6 +17,7 @@ from torch import Tensor
 from klamp.core.arguments import POSITIVE, check_number
 from klamp.doctor.alarm import number
 from klamp.errors import DataError, ShapeError
+from klamp.scoring.probe import in_mode
 
 WEIGHTS = "weights"
 """The reading that is right: these weights, the prompt, the sampling temperature."""
@@ -176,9 +177,7 @@ def _readings(
     model: Any, prompt: Sequence[int], completion: Sequence[int], *, temperature: float, cuts: Any, start: Any
 ) -> dict[str, Tensor]:
     """The log-probabilities [T] of one completion in every reading that applies; see `check_sync`."""
-    was_training = model.training
-    model.eval()
-    try:
+    with in_mode(model, training=False):
         raw, hidden = _forward(model, prompt, completion, states=start is not None)
         logits = {WEIGHTS: raw, HIDDEN: _forward(model, prompt, completion, hidden_prompt=True)[0]}
         if hasattr(model, "disable_adapter"):
@@ -188,8 +187,6 @@ def _readings(
             logits[START] = _forward(start, prompt, completion)[0]
             stale = _with_head_of(start, model, raw, hidden)
             logits |= {} if stale is None else {START_HEAD: stale}
-    finally:
-        model.train(was_training)
     scaled = {name: values / temperature for name, values in logits.items()}
     scaled |= {RAW: raw} if temperature != 1 else {}
     scaled |= {TRUNCATED: cuts(None, scaled[WEIGHTS])} if cuts else {}

@@ -1,7 +1,4 @@
-"""Computes the metrics of an optimizer step, the same however its batch was split, quantiles included.
-
-`step_metrics` takes the tokens of the whole global batch; a `Window` adds up micro-batches and processes.
-"""
+"""The metrics of an optimizer step: `step_metrics` of its whole batch, a `Window` of micro-batches and processes."""
 
 from __future__ import annotations
 
@@ -95,10 +92,7 @@ def group_metrics(rewards: Tensor, lengths: Tensor, group_size: int) -> dict[str
 
 
 def repeated_pairs(ids: Tensor, mask: Tensor) -> Tensor:
-    """How many tokens of each completion stand in a pair of neighbours that was in it before, [B] as floats.
-
-    `ids` and `mask` are [B, T], the mask True on a completion's tokens, from the left.
-    """
+    """How many tokens of each completion, [B, T] from the left, are in a pair that it had before. [B] as floats"""
     pairs = ids[:, :-1].long() * (int(ids.max()) + 1) + ids[:, 1:].long() if ids.numel() else ids[:, :-1].long()
     outside = -1 - torch.arange(pairs.shape[1], device=ids.device)  # no two alike: what is no pair repeats nothing
     ordered = torch.where(mask[:, 1:] & mask[:, :-1], pairs, outside).sort(-1).values

@@ -141,22 +141,18 @@ def with_inputs(datum: Any, inputs: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The data of B datums, padded on the right to N positions, [B, N] each; without gradient.
-
-    Of the anchors None where a datum has none, of `kl_mask` where it is the mask; the teacher's head is [B, N, K], -1
-    where it has no token, and `lengths` are the positions of each datum.
-    """
+    """The data of B datums, padded on the right to N positions, [B, N] each; without gradient."""
 
     mask: Tensor
     advantages: Tensor
     logprobs: Tensor
-    ref_logprobs: Tensor | None = None
-    teacher_logprobs: Tensor | None = None
-    kl_mask: Tensor | None = None
+    ref_logprobs: Tensor | None = None  # None: a datum has none
+    teacher_logprobs: Tensor | None = None  # likewise
+    kl_mask: Tensor | None = None  # None: `mask`
     target_tokens: Tensor
-    head: Tensor
+    head: Tensor  # [B, N, K], -1 where the teacher gave no token
     head_logprobs: Tensor
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # positions of each datum
 
     @property
     def totals(self) -> Totals:
@@ -194,7 +190,8 @@ class Rows:
             check_shape(f"datum {i}: the policy's row", row, (length, k + 1) if k else (length,))
             columns = row.reshape(length, -1).T
             check_logprobs(f"datum {i}: the policy's row", columns, self.mask[i, :length].expand_as(columns))
-        return pad([row.reshape(length, -1) for row, length in zip(logprobs_list, self.lengths, strict=True)])
+        rows = [row.reshape(length, -1) for row, length in zip(logprobs_list, self.lengths, strict=True)]
+        return pad_sequence(rows, batch_first=True)
 
     def asked(self) -> list[Any]:
         """The `target_tokens` to send: the tokens, or where there is a head its tokens too, see `asked_tokens`."""
@@ -225,7 +222,9 @@ def read_rows(
             why="there is nothing to average over",
             fix="check that responses are not empty and that the masks mark them",
         )
-    columns = {name: pad([row[name] for row in rows], NO_TOKEN if name == "head" else 0) for name in rows[0]}
+    columns = {
+        name: pad_sequence([row[name] for row in rows], True, NO_TOKEN if name == "head" else 0) for name in rows[0]
+    }
     return Rows(**columns, lengths=tuple(len(row["mask"]) for row in rows))
 
 
@@ -239,11 +238,6 @@ def _check_datums(data: object) -> None:
             why="a loss is taken over a list of datums, which hold their rows of numbers there, by name",
             fix="pass a list of what klamp.tinker.build_datum makes",
         )
-
-
-def pad(rows: Iterable[Tensor], filling: float = 0) -> Tensor:
-    """Rows of different lengths as one tensor, [B, N], filled up on the right; gradients reach every row."""
-    return pad_sequence(list(rows), batch_first=True, padding_value=filling)
 
 
 def _read(i: int, inputs: Mapping[str, Any], anchors: Sequence[str], has_kl_mask: bool) -> dict[str, Tensor]:

@@ -1,7 +1,4 @@
-"""klamp's loss for `forward_backward_custom`: its arguments, what they will do in words, and the check of any other.
-
-The datums become one padded batch, and the loss is klamp's `grpo_loss`.
-"""
+"""klamp's `grpo_loss` of datums for `forward_backward_custom`, what its arguments do, and the check of any loss."""
 
 from __future__ import annotations
 

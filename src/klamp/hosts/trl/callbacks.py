@@ -26,6 +26,7 @@ from klamp.hosts.common.versions import installed_version
 from klamp.hosts.trl.reference import weights_are_split
 from klamp.hosts.trl.session import TRLTrainer
 from klamp.names import ABOUT, ALARMS_FILE, ANSWERS, COMPLETIONS, TRAINER_STATE
+from klamp.scoring.probe import in_mode
 
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "vllm", "deepspeed")
 
@@ -114,10 +115,8 @@ def _warn(text: str) -> None:
 
 def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSettings:
     """What the alarms need of a GRPOConfig or DistillationConfig, TRL's or klamp's."""
-    fields = vars(args)
-    if "num_generations" not in fields:  # in distillation TRL's beta names a divergence
-        return settings_of({name: value for name, value in fields.items() if name != "beta"}, set())
-    batch, group = fields.get("generation_batch_size"), fields["num_generations"]
+    fields = vars(args) if "num_generations" in vars(args) else {**vars(args), "beta": None}  # there: a divergence
+    batch, group = fields.get("generation_batch_size"), fields.get("num_generations")
     return replace(
         settings_of(fields, set()),
         target_kl=fields.get("target_kl"),
@@ -236,16 +235,13 @@ def about(trainer: TRLTrainer) -> dict[str, Any]:
 def answer(trainer: TRLTrainer, row: Mapping[str, Any]) -> dict[str, Any]:
     """A greedy answer of a trainer's policy, and the sum of its rewards that are plain functions."""
     tokenizer, model = trainer._tokenizer, trainer.accelerator.unwrap_model(trainer.model)
-    prompt, training, chat = row["prompt"], model.training, not isinstance(row["prompt"], str)
+    prompt, chat = row["prompt"], not isinstance(row["prompt"], str)
     text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) if chat else prompt
     options = {"add_special_tokens": not chat, "return_token_type_ids": False}  # generate takes no types of tokens
     tokens = tokenizer(text, return_tensors="pt", **options).to(model.device)
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model.eval()
-    try:
+    with in_mode(model, training=False):
         ids = model.generate(**tokens, do_sample=False, max_new_tokens=trainer.args.max_completion_length, **ends)
-    finally:
-        model.train(training)
     completion = tokenizer.decode(ids[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
     columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
     completions = [[{"role": "assistant", "content": completion}]] if chat else [completion]

@@ -27,8 +27,7 @@ from klamp.audit.trainers import FixedLogits
 from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError, KLWarning
-from klamp.hosts.common.coefficient import TEACHER, loss_mask
-from klamp.hosts.trl.fast_scoring import replaced
+from klamp.hosts.common.coefficient import TEACHER, loss_mask, replaced
 from klamp.hosts.trl.reference import plain_model, predicted
 from klamp.hosts.trl.session import progress, session_of
 
@@ -41,10 +40,7 @@ Means = Literal["reverse", "forward", "js"]
 
 
 class Listener:
-    """Keeps the tensors of a trainer's loss, and hands verdicts to `tell`, until advantages are not all 0.
-
-    `save` is a capture file; `move`: a reference that equals the policy is moved, only if nothing is trained.
-    """
+    """Checks a trainer's loss until advantages are not all 0; `move`: moves a reference that equals the policy."""
 
     others: ClassVar[list[Callable[[Any], None]]] = []
     """What listens to the losses of other packages; see `klamp.hosts.unsloth.hooks`."""
@@ -188,11 +184,8 @@ class Listener:
             chosen = score.topk(min(TOKENS, width)).indices.sort().values
             student, other = (pad(x[..., chosen].float(), (0, 0, 0, 1)) for x in whole)
         labels = torch.searchsorted(chosen, ids).masked_fill(~loss_mask(part), -100)
-        try:
-            trainer.teacher_model = FixedLogits(other)
+        with replaced(trainer, "teacher_model", FixedLogits(other)):
             loss, *_ = trainer._compute_loss(FixedLogits(student.requires_grad_()), part, None)
-        finally:
-            trainer.teacher_model = teacher
         return self._of_logits(loss, student, other, pad(labels, (0, 1), value=-100))
 
 
@@ -216,12 +209,11 @@ def _undisturbed(trainer: Any) -> Iterator[None]:
     if session is not None:
         parts = {name: copy.deepcopy(getattr(session, name)) for name in ("control", "windows", "rollout", "warned")}
         trainer._klamp = replace(session, record=None, **parts)
-    accelerator.backward = lambda *_, **__: None
+    without_backward = replaced(accelerator, "backward", lambda *_, **__: None)
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
+        with without_backward, torch.random.fork_rng(range(torch.cuda.device_count())):
             yield
     finally:
-        del accelerator.backward
         random.setstate(drawn)
         np.random.set_state(arrays)
         accelerator._dataloaders[:] = loaders

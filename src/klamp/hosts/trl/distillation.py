@@ -1,8 +1,4 @@
-"""TRL's distillation trainer with klamp's KL to the teacher in the place of TRL's divergence.
-
-Both models' hidden states come from TRL's own passes, and TRL's own count of tokens divides the sum. In between stands
-klamp's penalty, from hidden states and output heads, without the matrix of logits.
-"""
+"""TRL's distillation trainer with klamp's penalty, from hidden states of TRL's passes, instead of its divergence."""
 
 from __future__ import annotations
 
@@ -147,8 +143,7 @@ class DistillationTrainer(trl.DistillationTrainer):
         return total.sum() / divisor, entropy, count
 
     def _read(self, model: Any, inputs: Any, learns: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """The hidden states from which a model predicts the completions by TRL's own pass, [B, T, H]; the tokens'
-        log-probabilities, [B, T], 0 where masked, with gradient where they learn; the sum of the entropies."""
+        """The predicting hidden states, [B, T, H]; the log-probabilities, [B, T], 0 if masked; summed entropies."""
         ids, present = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
         parameters, mask = inspect.signature(self._get_last_hidden_state).parameters, loss_mask(inputs)
         images = {name: values for name, values in inputs.items() if name in parameters}
@@ -213,7 +208,6 @@ def in_force(trainer: Any) -> Effective:
         term="TRL's own, to the teacher",
         beta=1.0,
         price="",
-        controller="fixed",
         value=unknown or "exact",
         gradient=unknown or f"own, per token: {TAUGHT[DIRECTIONS[beta]] if beta in DIRECTIONS else mixed}",
         placement=PLACEMENTS["loss"],

@@ -1,8 +1,7 @@
 """klamp's scorer in the place of TRL's scoring method: each distinct prompt once, no padding in the head, no logits.
 
-What the method returns is TRL's up to rounding, gradient included. A model is tried out first, on a few tokens and
-against TRL's own method; if it, an input or a setting forbids fast scoring, TRL's method does the work. In generation
-by transformers each distinct prompt is run once, and its completions go on from its cache.
+A model is tried out first, on a few tokens, against TRL's own method. If the model, an input or a setting forbids fast
+scoring, TRL's method does the work.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from trl.trainer import grpo_trainer
 
 from klamp.core.objective import Objective, without_gradient
 from klamp.hosts.common.anchors import active_dropouts
-from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
+from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask, replaced
 from klamp.hosts.common.effective import that_apply
 from klamp.hosts.trl.grpo_config import liger_bypasses
 from klamp.hosts.trl.reference import plain_model, weights_are_split
@@ -168,10 +167,7 @@ class ScoringCall:
 
 
 def scored(trainer: TRLTrainer, args: Any, options: dict[str, Any], *, hidden: bool) -> dict[str, Tensor] | None:
-    """What TRL's scoring method was asked with `args` and `options`, by klamp's scorer; None if TRL has to do it.
-
-    The keys: `logprobs` and, if asked for, `entropy`, [B, T], and `hidden`, [B, T, H].
-    """
+    """What TRL's scoring method was asked for: `logprobs`, `entropy`, `hidden` by klamp's scorer; None: TRL scores."""
     fast = trainer._klamp.fast
     if fast is None or fast.reason:
         return None
@@ -220,20 +216,6 @@ def _pass(trainer: TRLTrainer, model: Any, call: ScoringCall, rows: slice, trait
 
     with replaced(causal, "forward", forward), trainer.accelerator.autocast():
         return model(input_ids=call.input_ids[rows], attention_mask=call.attention_mask[rows])
-
-
-@contextmanager
-def replaced(model: Any, method: str, function: Any) -> Iterator[None]:
-    """A context in which a method of this model or trainer is another function; its wrappers and hooks stay."""
-    before = vars(model).get(method)
-    setattr(model, method, function)
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(model, method)
-        else:
-            setattr(model, method, before)
 
 
 def learning_rows(trainer: TRLTrainer, inputs: Any, beta: float) -> Tensor | None:
@@ -304,7 +286,7 @@ def prompts_once(trainer: TRLTrainer) -> Iterator[None]:
     inner = causal.generate
 
     def generate(input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        tokens, cache = {"input_ids": input_ids, "attention_mask": attention_mask}, None
+        cache: dict[str, Any] = {}
         if input_ids is not None and attention_mask is not None:
             settings = options.get("generation_config") or getattr(causal, "generation_config", None)
             if reason := why_not_once(settings, options):
@@ -312,7 +294,7 @@ def prompts_once(trainer: TRLTrainer) -> Iterator[None]:
             elif Scorer(causal, traits).can_share():
                 room = getattr(settings, "max_new_tokens", None) or 1
                 cache = _cache_of_prompts(causal, input_ids, attention_mask, room)
-        return inner(**tokens, **options, **({} if cache is None else {cache_name(causal): cache}))
+        return inner(input_ids=input_ids, attention_mask=attention_mask, **options, **cache)
 
     with replaced(causal, "generate", generate):
         yield
@@ -329,12 +311,12 @@ def why_not_once(settings: Any, options: dict[str, Any]) -> str:
     return ""
 
 
-def _cache_of_prompts(causal: nn.Module, ids: Tensor, mask: Tensor, room: int) -> Any:
-    """The keys and values of the prompts but their last token; None if that saves nothing or is not exact."""
+def _cache_of_prompts(causal: nn.Module, ids: Tensor, mask: Tensor, room: int) -> dict[str, Any]:
+    """The cache of the prompts but their last token, by its name in the model; empty if useless or not exact."""
     opened = OpenedModel(causal, Traits())  # the model as it is called, so that its wrappers count
     if ids.shape[1] < 2 or not opened.is_steady(ids.shape[1] + room):
-        return None
+        return {}
     prompts, prompt_mask, which = distinct(ids[:, :-1], mask[:, :-1])
     if len(prompts) == len(ids):
-        return None
-    return cache_rows(run_prompts(opened, prompts, prompt_mask, which).cache, which, room=room)
+        return {}
+    return {cache_name(causal): cache_rows(run_prompts(opened, prompts, prompt_mask, which).cache, which, room=room)}

@@ -95,12 +95,11 @@ def check_arguments(
     args: Any,
     *,
     host: str = "TRL",
-    loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES,
     more: Sequence[Refusal] = (),
 ) -> None:
     """Refuse combinations that the arguments of a trainer of TRL's kind make impossible; `more`: of this host alone."""
-    check_name("loss_type", args.loss_type, loss_types)
-    own = loss_types[args.loss_type]
+    check_name("loss_type", args.loss_type, LOSS_TYPES[host])
+    own = LOSS_TYPES[host][args.loss_type]
     of_loss = [
         Refusal(
             kl.kl_normalizer not in (None, own),
@@ -225,6 +224,11 @@ def check_reference(kl: KLConfig, args: Any, *, adapters: Collection[str], chose
     ])  # fmt: skip
 
 
+LOSS_TYPES: Mapping[str, Mapping[str, Reduction | None]] = {
+    "TRL": TRL_LOSS_TYPES,
+    "Unsloth": {**TRL_LOSS_TYPES, "bnpo": "token_mean"},
+}
+"""Host -> how its loss types average tokens; None: over each micro-batch."""
 UNSLOTH = "_UnslothGRPOTrainer"
 """The class that Unsloth derives from nothing of TRL's."""
 
@@ -232,6 +236,11 @@ UNSLOTH = "_UnslothGRPOTrainer"
 def host_class(cls: type) -> type | None:
     """The GRPO trainer of Unsloth among a class and its bases; None where there is none."""
     return next((c for c in cls.__mro__ if c.__name__ == UNSLOTH), None)
+
+
+def host_of(trainer: object) -> str:
+    """Whose loss a GRPO trainer has: TRL or Unsloth."""
+    return "TRL" if host_class(type(trainer)) is None else "Unsloth"
 
 
 def refuse_classes() -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import trl
 
-from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.config import KLConfig
 from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_clip, describe_price
 from klamp.config.teacher import TeacherConfig
 from klamp.core.term import Placement
-from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning, Refusal, refuse
 from klamp.hosts.common.anchors import check_tokens
 from klamp.hosts.common.control import NEVER_ZERO
@@ -170,7 +168,7 @@ def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any
         why="the KL that is attached takes the place of all of them",
         fix="build the trainer with trl.GRPOConfig, or with none of these fields set",
     )
-    grpo_config.check_arguments(kl, args, host=hook._host, loss_types=hook._loss_types, more=[twice])
+    grpo_config.check_arguments(kl, args, host=grpo_config.host_of(trainer), more=[twice])
     warn_without_kl(kl)
     grpo_config.settle_reference(kl, args)
     grpo_config.check_reference(kl, args, adapters=adapters, chosen=ref_model is not None)
@@ -185,32 +183,35 @@ def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any
     return attached
 
 
-def read_effective(
-    trainer: Any, *, host: str = "TRL", loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
-) -> Effective:
-    """See `klamp.trl.effective`; `host` is whose loss the trainer has."""
-    session = session_of(trainer)
+K3_STOPS = "Unsloth's own k3 stops at 10 nats per token: past a log-ratio of -2.61 and +11.00 it has no gradient"
+"""Measured with each version that was tried."""
+
+
+def read_effective(trainer: Any) -> Effective:
+    """See `klamp.trl.effective`."""
+    host, session = grpo_config.host_of(trainer), session_of(trainer)
     kl = None if session is None else session.kl
-    term = _stock(trainer, host, loss_types) if kl is None else _klamp(trainer, kl, loss_types)
+    term = _stock(trainer, host) if kl is None else _klamp(trainer, kl)
     source = "" if session is None else session.reference.source
+    beside = f"{host_version('unsloth')}, " if host == "Unsloth" else ""
     return Effective(
-        host=host_version("trl", trainer),
+        host=f"{beside}{host_version('trl', trainer)}",
         terms=tuple(filter(None, (term, teacher.effective_term(trainer)))),
-        normalizer=f"{_average(trainer.loss_type, loss_types)} ({host}'s own, loss_type={trainer.loss_type!r})",
+        normalizer=f"{_average(trainer.loss_type, host)} ({host}'s own, loss_type={trainer.loss_type!r})",
         reference=reference.describe_reference(trainer, source or f"loaded by {host}"),
-        notes=_notes(trainer, session, host, loss_types),
+        notes=_notes(trainer, session, host),
     )
 
 
-def _average(loss_type: str, loss_types: Mapping[str, Reduction | None]) -> str:
-    if loss_type not in loss_types:
+def _average(loss_type: str, host: str) -> str:
+    if loss_type not in grpo_config.LOSS_TYPES[host]:
         return "unknown"
-    reduction = loss_types[loss_type]
+    reduction = grpo_config.LOSS_TYPES[host][loss_type]
     return describe_average("token_mean", over="each micro-batch") if reduction is None else describe_average(reduction)
 
 
-def _price(trainer: TRLTrainer, beta: float, placement: Placement, loss_types: Mapping[str, Reduction | None]) -> str:
-    if trainer.loss_type not in loss_types:
+def _price(trainer: TRLTrainer, beta: float, placement: Placement) -> str:
+    if trainer.loss_type not in grpo_config.LOSS_TYPES[grpo_config.host_of(trainer)]:
         return f"unknown: nothing is known of loss_type={trainer.loss_type!r}"
     scale = grpo_config.reward_scale(trainer.args)
     if scale != "none" and not has_one_reward(trainer):
@@ -219,7 +220,7 @@ def _price(trainer: TRLTrainer, beta: float, placement: Placement, loss_types: M
     return describe_price(price, group_size=group_size(trainer), of_batch=scale == "batch")
 
 
-def _klamp(trainer: TRLTrainer, kl: KLConfig, loss_types: Mapping[str, Reduction | None]) -> EffectiveTerm | None:
+def _klamp(trainer: TRLTrainer, kl: KLConfig) -> EffectiveTerm | None:
     control: Any = trainer._klamp.control
     if not kl.needs_reference:
         return None
@@ -227,10 +228,10 @@ def _klamp(trainer: TRLTrainer, kl: KLConfig, loss_types: Mapping[str, Reduction
     if kl.use_per_token_kl_threshold and control.reference_length is None and kl.kl_clip_method != "none":
         clip += " (the data's column, or measured at the start)"
     beta = control.beta(*progress(trainer))
-    return EffectiveTerm.of(kl, beta=beta, price=_price(trainer, beta, kl.kl_placement, loss_types), clip=clip)
+    return EffectiveTerm.of(kl, beta=beta, price=_price(trainer, beta, kl.kl_placement), clip=clip)
 
 
-def _stock(trainer: TRLTrainer, host: str, loss_types: Mapping[str, Reduction | None]) -> EffectiveTerm | None:
+def _stock(trainer: TRLTrainer, host: str) -> EffectiveTerm | None:
     if trainer.beta == 0:
         return None
     weighted = bool(getattr(trainer.args, "use_bias_correction_kl", False))
@@ -238,21 +239,19 @@ def _stock(trainer: TRLTrainer, host: str, loss_types: Mapping[str, Reduction | 
     return EffectiveTerm(
         term=f"{host}'s own",
         beta=float(trainer.beta),
-        price=_price(trainer, float(trainer.beta), "loss", loss_types),
-        controller="fixed",
+        price=_price(trainer, float(trainer.beta), "loss"),
         value="k3 times the policy ratio" if weighted else "k3",
         gradient="reverse, on-policy that of k2 (ratio not detached)" if weighted else of_k3,
         placement=PLACEMENTS["loss"],
     )
 
 
-def _notes(
-    trainer: Any, session: Session | None, host: str, loss_types: Mapping[str, Reduction | None]
-) -> tuple[str, ...]:
+def _notes(trainer: Any, session: Session | None, host: str) -> tuple[str, ...]:
     args, used = trainer.args, trainer.beta != 0
     stock, fast = used and (session is None or session.kl is None), None if session is None else session.fast
     liger = getattr(args, "use_liger_kernel", False) and grpo_config.liger_bypasses()
-    split = loss_types.get(trainer.loss_type, "unknown") is None
+    clamps = ", and nothing says so" if stock else "; klamp's KL has none of these clamps"
+    split = grpo_config.LOSS_TYPES[host].get(trainer.loss_type, "unknown") is None
     return that_apply([
         (stock and trainer.importance_sampling_level == "sequence", f"{host} broadcasts the sequence's ratio onto "
          "every token's KL: its gradient is then that of no divergence"),
@@ -264,4 +263,5 @@ def _notes(
         (fast is not None, str(fast)),
         (0 < trainer.beta <= NEVER_ZERO, f"beta is 0 for the loss; {host} sees the smallest number so that it scores "
          "the reference"),
+        (host == "Unsloth", f"{K3_STOPS}{clamps}"),
     ])  # fmt: skip

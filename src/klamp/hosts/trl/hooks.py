@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from klamp.config import TRL_LOSS_TYPES
-from klamp.core.types import Advantages, Reduction
+from klamp.core.types import Advantages
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import (
     KL_SCALE,
@@ -27,10 +26,12 @@ from klamp.hosts.common.coefficient import (
     batch_of,
     check_once,
     gated_penalty,
+    replaced,
 )
 from klamp.hosts.common.control import NEVER_ZERO, go_on_from
 from klamp.hosts.common.rollout import Generation, prepared
 from klamp.hosts.trl import fast_scoring, measure, reference, teacher
+from klamp.hosts.trl.grpo_config import LOSS_TYPES, host_of
 from klamp.hosts.trl.session import Scoring, Session, TRLTrainer, load_state, mode_of, progress, save_state
 
 HostTrainer = cast(Any, object)
@@ -43,7 +44,7 @@ class LossHook:
 
     def __init__(self, trainer: TRLTrainer, inputs: Mapping[str, Any], beta: float) -> None:
         self.trainer, self.inputs, self.beta = trainer, inputs, beta
-        self.terms = trainer._klamp.terms(trainer, beta)
+        self.terms, self.has_reference = trainer._klamp.terms(trainer, beta), inputs.get(REF) is not None
         self.scored: Scoring | None = None
         """The policy's log-probabilities in this loss; None: the loss has no KL, and made more or less than one."""
 
@@ -54,12 +55,8 @@ class LossHook:
         collected = session.calls.collected(fast_scoring.learning_rows(self.trainer, self.inputs, self.beta))
         with collected as scorings, self._with_shift(scorings) as inputs, self._as_coefficient(scorings):
             yield inputs
-        if (self._is_referred and session.control is not None) or session.teacher is not None or len(scorings) == 1:
+        if (self.has_reference and session.control is not None) or session.teacher is not None or len(scorings) == 1:
             self.scored = _only(scorings)
-
-    @property
-    def _is_referred(self) -> bool:
-        return self.inputs.get(REF) is not None
 
     @contextmanager
     def _with_shift(self, scorings: list[Scoring]) -> Iterator[dict[str, Any]]:
@@ -69,7 +66,7 @@ class LossHook:
             return advantages_less_kl(batch_of(self.inputs, _only(scorings).logprobs), self.terms)
 
         # TRL multiplies beta with a KL if it has a reference's numbers; without one the teacher's stand in for them
-        stand_in = {} if self._is_referred or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
+        stand_in = {} if self.has_reference or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
         inputs = {**self.inputs, **stand_in}
         if not any(term.placement == "advantage" for _, term in self.terms):
             yield inputs
@@ -80,23 +77,21 @@ class LossHook:
 
     @contextmanager
     def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[None]:
-        trainer, session, outer = self.trainer, self.trainer._klamp, float(self.trainer.beta)
+        trainer, session = self.trainer, self.trainer._klamp
         if not session.has_kl and (session.teacher is None or session.teacher.term.placement != "loss"):
             yield
             return
-        coefficient = trainer.beta = Coefficient(outer or NEVER_ZERO, lambda: self._penalty(_only(scorings)))
-        try:
+        coefficient = Coefficient(float(trainer.beta) or NEVER_ZERO, lambda: self._penalty(_only(scorings)))
+        with replaced(trainer, "beta", coefficient):
             yield
-        finally:
-            trainer.beta = outer
         check_once(coefficient.uses, "products of beta with a KL")
-        if not self._is_referred:  # what TRL logs as its KL to a reference
+        if not self.has_reference:  # what TRL logs as its KL to a reference
             trainer._metrics[mode_of(trainer)]["kl"].pop()
 
     def _penalty(self, scored: Scoring) -> Tensor:
         trainer, term, inputs = self.trainer, self.trainer._klamp.term, self.inputs
         to_teacher = teacher.penalty(trainer, inputs, scored)
-        if not self._is_referred or self.beta == 0 or term.placement != "loss":
+        if not self.has_reference or self.beta == 0 or term.placement != "loss":
             return torch.zeros_like(scored.logprobs) + to_teacher
         batch = reference.with_exact(trainer, batch_of(inputs, scored.logprobs), inputs, scored.hidden)
         return self.beta * gated_penalty(batch, term, inputs.get(KL_SCALE)) + to_teacher
@@ -112,12 +107,8 @@ class KLMixin(HostTrainer):
     """klamp's KL, for a class that derives from it first and from `trl.GRPOTrainer` second."""
 
     _klamp: Session
-    _host: str = "TRL"
-    """Whose loss it is."""
     _loss_hook: ClassVar[type[LossHook]] = LossHook
     """How the KL gets into that loss."""
-    _loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
-    """How the host's loss types make tokens a number."""
     _never_exact: str = ""
 
     def _caution(self, text: str) -> None:
@@ -163,7 +154,7 @@ class KLMixin(HostTrainer):
         with session.calls.collected() as scorings, fast_scoring.prompts_once(self):
             output = super()._generate_and_score_completions(inputs)
         measure.watch_sampler(self, output)
-        if self._host == "TRL":
+        if host_of(self) == "TRL":
             measure.watch_positions(self, output)
         if session.teacher is not None:
             teacher.keep_scores(self, inputs, output)
@@ -184,7 +175,7 @@ class KLMixin(HostTrainer):
             accelerator=self.accelerator,
             scorable=session.rollout.scorable,
         )
-        reduction = self._loss_types[self.loss_type]
+        reduction = LOSS_TYPES[host_of(self)][self.loss_type]
         return prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
 
     def _old_scoring(self, output: Any, scorings: list[Scoring]) -> Scoring | None:

@@ -22,6 +22,7 @@ from klamp.hosts.trl import fast_scoring, teacher
 from klamp.hosts.trl.grpo_config import reward_scale
 from klamp.hosts.trl.reference import exact_kl_of, weights_are_split
 from klamp.hosts.trl.session import Scoring, TRLTrainer, log, mode_of
+from klamp.scoring.probe import in_mode
 
 ROWS = 4
 """Completions that are scored again, where the sampler's log-probabilities drift off the policy's."""
@@ -152,10 +153,8 @@ def watch_positions(trainer: TRLTrainer, output: Any) -> None:
         tokens = {name: call[name][row : row + 1, start:] for name in ("input_ids", "attention_mask")}
         return trainer._get_per_token_logps_and_entropies(trainer.model, **{**call, **tokens})[0][0][mask].float()
 
-    was_training = trainer.model.training
-    trainer.model.eval()  # dropout would differ from pass to pass
-    gaps = (scores(0) - scores(int(padding[row]))).abs()
-    trainer.model.train(was_training)
+    with in_mode(trainer.model, training=False):  # dropout would differ from pass to pass
+        gaps = (scores(0) - scores(int(padding[row]))).abs()
     bound = COARSE if fast_scoring.is_coarse(trainer, trainer.model) else SAME
     if gaps.numel() and float(gaps.mean()) > bound:
         trainer._caution(

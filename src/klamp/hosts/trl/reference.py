@@ -1,8 +1,4 @@
-"""The models of a TRL trainer: the reference, their hidden states and output heads, and the exact KL made of these.
-
-The reference is TRL's own, a model that the caller gives, or a copy in memory. A hook on the backbone keeps the last
-hidden states of the forward passes that TRL does anyway; the sum over the vocabulary is made without the logits.
-"""
+"""The reference of a TRL trainer; hidden states of the passes that TRL does anyway, and the exact KL made of them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,6 @@ class TRLTrainer(Protocol):
     temperature: float
     loss_type: str
     num_generations: Any
-    top_entropy_quantile: float
     aux_loss_enabled: bool
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool

@@ -1,4 +1,4 @@
-"""klamp's KL in the GRPO trainer that Unsloth rewrites: its refusals and hooks, `attach`, `effective`, `check`."""
+"""klamp's KL in the GRPO trainer that Unsloth rewrites: its refusals and hooks, `attach`, `check`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from klamp.config import TRL_LOSS_TYPES
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.masking import masked_log_ratio, masked_mean
 from klamp.core.term import scored_by
-from klamp.core.types import Batch, Reduction
+from klamp.core.types import Batch
 from klamp.errors import ConfigError, UnsupportedVersion
 from klamp.hosts.common.coefficient import (
     KL_SCALE,
@@ -25,17 +24,12 @@ from klamp.hosts.common.coefficient import (
     gated_penalty,
     stopped_calling,
 )
-from klamp.hosts.common.effective import Effective
-from klamp.hosts.common.versions import check_version, host_version
+from klamp.hosts.common.versions import check_version
 from klamp.hosts.trl.checking import Listener
 from klamp.hosts.trl.grpo_config import host_class
-from klamp.hosts.trl.grpo_trainer import read_effective
 from klamp.hosts.trl.hooks import HostTrainer, KLMixin, LossHook
 from klamp.hosts.trl.session import Scoring, Session
 from klamp.hosts.unsloth.loss_function import Added, Call, Columns, LossWithKL, in_place, loss_function
-
-LOSS_TYPES: Mapping[str, Reduction | None] = {**TRL_LOSS_TYPES, "bnpo": "token_mean"}
-"""How Unsloth's loss types make tokens a number: as TRL's, but bnpo by the tokens of the whole batch."""
 
 SCORED = ("old_per_token_logps", "ref_per_token_logps")
 """The tensors that Unsloth hands from generation to the loss in columns of its own."""
@@ -115,9 +109,7 @@ class Step(LossHook):
 class UnslothMixin(KLMixin, ByPosition):
     """klamp's KL, for a class that derives from it first and from Unsloth's trainer second."""
 
-    _host = "Unsloth"
     _loss_hook = Step
-    _loss_types = LOSS_TYPES
     _never_exact = "Unsloth's loss is given the log-probabilities of the sampled tokens alone"
 
     def _old_scoring(self, output: Any, scorings: list[Scoring]) -> Scoring | None:
@@ -148,18 +140,6 @@ def unsloth_hook(trainer: Any) -> type[UnslothMixin]:
     check_version("unsloth")
     loss_function(cast(type, host_class(type(trainer))))
     return UnslothMixin
-
-
-K3_STOPS = "Unsloth's own k3 stops at 10 nats per token: past a log-ratio of -2.61 and +11.00 it has no gradient"
-"""Measured with each version that was tried."""
-
-
-def read_effective_on_unsloth(trainer: Any) -> Effective:
-    """What the KL of a trainer that Unsloth has rewritten will really do; see `klamp.trl.effective`."""
-    in_force = read_effective(trainer, host="Unsloth", loss_types=LOSS_TYPES)
-    own = any(term.term == "Unsloth's own" for term in in_force.terms)
-    note = f"{K3_STOPS}, and nothing says so" if own else f"{K3_STOPS}; klamp's KL has none of these clamps"
-    return replace(in_force, host=f"{host_version('unsloth')}, {in_force.host}", notes=(*in_force.notes, note))
 
 
 def listen(listener: Listener) -> None:

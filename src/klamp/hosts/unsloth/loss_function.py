@@ -1,8 +1,7 @@
 """Unsloth's loss function: what takes its place for a loss, and its columns.
 
-Unsloth's loss is linear in the KL of each token. How it weighs a token (its mask, its averages, its accumulation, its
-loss scaling) is asked of Unsloth itself, call by call: its own function, given a KL whose slope is known and no
-advantage, returns nothing but those weights. So there is no table of averages here that could go out of date.
+Unsloth's loss is linear in the KL of each token. Given a KL whose slope is known and no advantage, Unsloth's function
+returns the weights of the tokens: no table of averages here can go out of date.
 """
 
 from __future__ import annotations
@@ -78,11 +77,8 @@ class LossWithKL:
 
 
 def weighed(original: Any, call: Call, tokens: Tensor) -> Tensor:
-    """The sum of per-token values, weighted as Unsloth's loss weights them: a scalar with gradient.
-
-    Equation: sum_t w_t tokens_t, with w_t the derivative of Unsloth's loss by the KL of token t at coefficient 1.
-    Gradient: w_t to each value, through Unsloth's own backward pass, which has its own way with loss scaling and
-    gradient accumulation.
+    """sum_t w_t tokens_t, w_t the derivative of Unsloth's loss by the KL of token t at coefficient 1; the gradient goes
+    through Unsloth's own backward pass, which scales it.
     """
     with torch.enable_grad():
         probe = torch.zeros_like(tokens, dtype=torch.float32).requires_grad_()
@@ -140,9 +136,7 @@ def in_place(host: type, stand_in: Any) -> Iterator[None]:
 class Columns:
     """The column of Unsloth's tensors in which each completion token stands.
 
-    Unsloth scores a text batch with the padding moved to the right of each row and keeps the last columns of that, so
-    many that every completion fits: more than the longest completion has, with prompt tokens in front and another shift
-    in every row. Only the mask says what is what.
+    Unsloth moves a text's padding to the right of each row and keeps the last columns: another shift in every row.
     """
 
     index: Tensor  # the column of each token; 0 if it has none. [B, T]

@@ -1,7 +1,4 @@
-"""klamp's part in verl's trainer, the one process that has whole groups, the tokens, the step and the checkpoints.
-
-What the loss in verl's workers needs of a whole batch is settled here once, and travels with it as columns.
-"""
+"""klamp's part in verl's trainer: what the loss in the workers needs of a whole batch, as columns of that batch."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -200,10 +197,9 @@ def columns(
     tokenizer: Any,
     settings: StepSettings,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What is added to the rows of verl's batch, and the metrics; the controller takes in the KL of the step.
+    """The columns to add to verl's (`sampled`, [B, T]), and the metrics; the controller takes in the KL of the step.
 
-    `sampled` are verl's columns, padded at the right, [B, T] (`rm_scores` also [B]); `prompts` the uid of each row,
-    None for the rows that verl fills a batch up with, which carry no KL.
+    `prompts` are the uids of the rows, None for those that verl fills a batch up with, which carry no KL.
     """
     order = by_prompt(prompts, settings.group_size)
     generation = _generation(sampled, order, settings.group_size)

@@ -151,7 +151,6 @@ def _own_term(placement: Placement, value: str, gradient: str, beta: float, pric
         term="verl's own",
         beta=beta,
         price=price if "KL(" in gradient else "none: its gradient is that of no KL",
-        controller="fixed",
         value=value,
         gradient=gradient,
         placement=PLACEMENTS[placement],

@@ -1,7 +1,6 @@
 """The places in which verl looks up a KL by its name, klamp's losses there, and `klamp.check` of the actor's loss.
 
-verl gives `kl_penalty` log-probabilities alone. What else a KL needs, the mask, the old log-probabilities and the
-columns of klamp's driver, is in the batch of the actor's loss around it, which is kept at hand while that is computed.
+verl gives `kl_penalty` log-probabilities alone; `_batch` holds the rest while the actor's loss is computed.
 """
 # pyright: reportMissingImports=false
 
@@ -26,7 +25,7 @@ from klamp.core.term import Prepared, Weighted, prepare
 from klamp.core.topk import topk_kl
 from klamp.core.types import Batch, Scored, check_logprobs
 from klamp.errors import ConfigError
-from klamp.hosts.common.coefficient import KL_SCALE, advantages_less_kl, batch_of, gated_penalty
+from klamp.hosts.common.coefficient import KL_SCALE, advantages_less_kl, batch_of, gated_penalty, replaced
 from klamp.hosts.common.versions import check_version, out_of_range
 from klamp.hosts.verl.driver import BETA, NAMES, PER_ROW, PER_TOKEN, SAMPLER, nested
 from klamp.hosts.verl.overrides import is_ours, loss_kl, named, needs_driver, teacher_of
@@ -235,11 +234,8 @@ def checked(ppo_loss: Callable[..., Any]) -> Callable[..., Any]:
         if calls not in AT:
             return ppo_loss(config, model_output, data, dp_group)
         padded, scores = losses.no_padding_2_padding, list[Any]()
-        losses.no_padding_2_padding = lambda *values: scores.append(padded(*values)) or scores[-1]
-        try:
+        with replaced(losses, "no_padding_2_padding", lambda *values: scores.append(padded(*values)) or scores[-1]):
             result = ppo_loss(config, model_output, data, dp_group)
-        finally:
-            losses.no_padding_2_padding = padded
         try:
             VERDICTS.append(_verdict(config, result[0], scores[0], data))
             logging.getLogger("klamp").info("micro-batch %d: %s", calls, VERDICTS[-1])

@@ -1,7 +1,4 @@
-"""klamp's KL in verl's configuration: as a name, as arguments of verl's command line, and what has no place there.
-
-verl's configuration has room for a text only, so that a KL is written as one: `klamp:kl_gradient=forward`.
-"""
+"""klamp's KL in verl's configuration, as a name (`klamp:kl_gradient=forward`) and as arguments; what it cannot hold."""
 
 from __future__ import annotations
 
