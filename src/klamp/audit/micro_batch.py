@@ -37,20 +37,16 @@ class Watched(NamedTuple):
 
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
-    old_logprobs: Tensor | None = None
 
 
-def watch(
-    *, ref_logprobs: Tensor | None = None, advantages: Tensor | None = None, old_logprobs: Tensor | None = None
-) -> Watched:
+def watch(*, ref_logprobs: Tensor | None = None, advantages: Tensor | None = None) -> Watched:
     """Return the same numbers as tensors that record what the loss does with them.
 
     Compute the loss from them and pass the result as `klamp.check(..., watched=...)`: the policy loss's part of the
     gradient is then exact, whatever the surrogate, and a shift inside the loss or a detached KL is certain.
     Shapes and numbers stay as they are; the loss's gradient in the policy does too.
     """
-    tensors = ref_logprobs, advantages, old_logprobs
-    copies = [None if x is None else x.detach().clone().requires_grad_() for x in tensors]
+    copies = [None if x is None else x.detach().clone().requires_grad_() for x in (ref_logprobs, advantages)]
     for copy in copies:
         if copy is not None:
             copy.recorded_by_klamp = True  # pyright: ignore[reportAttributeAccessIssue]
