@@ -5,10 +5,10 @@ A trainer goes by its name, any other KL function that can be imported by `modul
 
 from __future__ import annotations
 
-import importlib
 import logging
 import warnings
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,7 +35,7 @@ HOSTS = {
     ),
     "verl": Host("verl==0.9.1", "every kl_loss_type, as a loss and in the reward"),
     "liger": Host("liger-kernel==0.8.5", "the chunked GRPO loss and JSD"),
-    "torchrl": Host("torchrl==0.14.1", "GRPOLoss, its k3 estimate, the KL in the reward, DistillationLoss"),
+    "torchrl": Host("torchrl==0.14.1", "GRPOLoss, its k3 estimate, DistillationLoss"),
 }
 
 
@@ -48,35 +48,34 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
         ConfigError: the module or function cannot be had.
     """
     if ":" in name:
-        return importlib.import_module("klamp.audit.examine").function_subject(name, means=means)
+        return import_module("klamp.audit.examine").function_subject(name, means=means)
     if name not in HOSTS:
         why = f"klamp knows {', '.join(HOSTS)}; anything else goes by module:function"
         raise unknown_name("host", name, HOSTS, why=why)
-    host = HOSTS[name]
-    requirement = Requirement(host.tried)
+    tried = HOSTS[name].tried
+    requirement = Requirement(tried)
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:
-        instead = f'or, as it was tried: pip install "{host.tried}"'
+        instead = f'or, as it was tried: pip install "{tried}"'
         raise missing_library(requirement.name, by=f"klamp audit {name}", instead=instead) from None
     try:
         with warnings.catch_warnings(action="ignore"):  # theirs, on import and on deprecated options; not about the KL
             logging.disable(logging.WARNING)
-            subject: Subject = getattr(importlib.import_module("klamp.audit.trainers"), name)()
-            for loss in subject.losses[:1]:  # whatever has moved shows here
-                loss.verdict()
+            subject: Subject = getattr(import_module("klamp.audit.trainers"), name)()
+            subject.losses[0].verdict()  # whatever has moved shows here
     except KlampError:
         raise
     except Exception as error:  # a host that moved its KL may fail in any way
         what, got = f"the KL of {requirement.name} {installed} cannot be reached", f"{type(error).__name__}: {error}"
-        why = f"this was tried with {host.tried}, complete with dependencies"
-        fix = f'pip install "{host.tried}", or audit its function by itself: klamp audit module:function'
+        why = f"this was tried with {tried}, complete with dependencies"
+        fix = f'pip install "{tried}", or audit its function by itself: klamp audit module:function'
         raise UnsupportedVersion(what, got=got, why=why, fix=fix) from error
     finally:
         logging.disable(logging.NOTSET)
     if requirement.specifier.contains(installed, prereleases=True):
         return subject
-    caution = f"{requirement.name} {installed} was never tried: the audit is known to read {host.tried} rightly"
+    caution = f"{requirement.name} {installed} was never tried: the audit is known to read {tried} rightly"
     return replace(subject, cautions=(*subject.cautions, caution))
 
 

@@ -21,8 +21,7 @@ from klamp.audit.verdict import Verdict, finding
 from klamp.core.types import Direction
 from klamp.errors import KLWarning
 
-PROMPT = 2
-"""Tokens of the prompt before each drawn completion."""
+PROMPT = 2  # tokens before each drawn completion
 
 
 class Sequences(NamedTuple):

@@ -29,8 +29,7 @@ from klamp.files import at_home, with_end
 
 CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
 DISTILLATION_CONTRACT = "function(student_logits [B, T, V], teacher_logits [B, T, V], tokens [B, T], mask [B, T]) -> []"
-REACH = 3.0
-"""The largest log-ratio that is tried, in nats."""
+REACH = 3.0  # the largest log-ratio that is tried, in nats
 
 
 def load_function(path: str) -> Callable[..., Any]:

@@ -19,8 +19,7 @@ from klamp.audit.verdict import CheckFinding, finding
 ROUNDING = 1e-5  # a log-probability this far above 0 is still rounding
 MISMATCH = 0.1  # the median difference between sampler and trainer, in nats, that is more than rounding
 EXPLAINED = 1e-3  # the largest residual, as a share of the advantages, at which a form of them is accepted
-KINDS = {"k1": "reverse", "k3": "k3", "abs": "sign"}
-"""What the advantages hold -> the class of the KL."""
+KINDS = {"k1": "reverse", "k3": "k3", "abs": "sign"}  # what the advantages hold -> the class of the KL
 LOGPROBS = ("policy_logprobs", "ref_logprobs", "old_logprobs", "sampler_logprobs")
 
 

@@ -1,10 +1,4 @@
-"""What `klamp.check` answers: a verdict, and the findings that it rests on. Plain data; loads no torch.
-
-    ok      True: nothing wrong in the inputs that were passed. False: something is wrong. None: cannot tell.
-    level   wrong | warning | note, of one finding; `cannot tell` marks a question that stayed open.
-
-Exit codes of `klamp check` and `klamp audit`: 0 sound, 1 wrong, 2 wrong usage or file, 3 cannot tell.
-"""
+"""What `klamp.check` answers: a verdict, and the findings that it rests on. Plain data; loads no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +17,7 @@ Level: TypeAlias = Literal["wrong", "cannot tell", "warning", "note"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 """Worst first: the order in which findings are printed."""
 EXIT_CODES: dict[bool | None, int] = {False: 1, None: 3, True: 0}
-"""`Verdict.ok` -> exit code, the worst first."""
+"""`Verdict.ok` -> exit code of `klamp check` and `klamp audit`, the worst first; 2: wrong usage or file."""
 ANSWERS: dict[bool | None, str] = {True: "sound", False: "WRONG", None: "cannot tell"}
 """`Verdict.ok` in words."""
 
@@ -37,7 +31,7 @@ class CheckFinding:
     """One fact about a loss or about a pair of tokenizers."""
 
     code: str  # a short name that does not change between versions, such as `kl-forward`
-    level: Level
+    level: Level  # `cannot tell`: a question that stayed open
     what: str  # the fact, in one sentence
     evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the numbers behind it
     fix: str = ""  # what to change
