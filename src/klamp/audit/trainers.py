@@ -272,36 +272,17 @@ VERL_REWARDS = ("kl (k1)", "abs", "mse (k2)", "low_var_kl (k3)")
 
 
 def verl() -> Subject:
-    """Every `kl_loss_type` of the `kl_penalty` that `ppo_loss` calls, and every type of `apply_kl_penalty`."""
-    import verl.trainer.ppo.ray_trainer  # noqa: F401  (here, where what it says of missing engines is kept quiet)
+    """Every type of `kl_penalty`, which `ppo_loss` calls for a loss and `apply_kl_penalty` for a reward."""
     from verl.workers.config import ActorConfig
     from verl.workers.utils import losses
 
-    def loss(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
-        return losses.kl_penalty(logprob=policy, ref_logprob=ref, kl_penalty=kind)
+    def kl(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
+        return losses.kl_penalty(logprob=policy, ref_logprob=ref, kl_penalty=kind.partition(" ")[0])
 
     options = _defaults(ActorConfig)
     default = next(name for name in VERL_LOSSES if name.split()[0] == options["kl_loss_type"])
-    in_loss = {_marked("kl_loss_type", x, default): partial(loss, kind=x.split()[0]) for x in VERL_LOSSES}
-    in_reward = {f"in the reward, kl_penalty={x}": partial(verl_reward_kl, kind=x.split()[0]) for x in VERL_REWARDS}
-    audited = [AuditedLoss(name=name, compute=compute, takes="function") for name, compute in in_loss.items()]
-    audited += [AuditedLoss(name=name, compute=compute, takes="reward") for name, compute in in_reward.items()]
+    rows: list[tuple[str, Any, str]] = [(_marked("kl_loss_type", x, default), "function", x) for x in VERL_LOSSES]
+    rows += [(f"in the reward, kl_penalty={x}", "reward", x) for x in VERL_REWARDS]
+    audited = tuple(AuditedLoss(name=name, takes=takes, compute=partial(kl, kind=x)) for name, takes, x in rows)
     note = f"use_kl_loss is {options['use_kl_loss']} by default: without it there is no KL in the loss."
-    title = f"verl {version('verl')}, ppo_loss and apply_kl_penalty"
-    return Subject(title=title, losses=tuple(audited), notes=(note,))
-
-
-def verl_reward_kl(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
-    """The number that verl's `apply_kl_penalty` takes from each token's reward at coefficient 1, without gradient."""
-    from verl import DataProto
-    from verl.trainer.ppo.core_algos import FixedKLController
-    from verl.trainer.ppo.ray_trainer import apply_kl_penalty
-
-    tensors = {
-        "response_mask": torch.ones_like(policy, dtype=torch.long),
-        "token_level_scores": torch.zeros_like(policy),
-        "old_log_probs": policy.detach(),
-        "ref_log_prob": ref,
-    }
-    data, _ = apply_kl_penalty(DataProto.from_dict(tensors=tensors), FixedKLController(1.0), kl_penalty=kind)
-    return -data.batch["token_level_rewards"]
+    return Subject(title=f"verl {version('verl')}, ppo_loss and apply_kl_penalty", losses=audited, notes=(note,))
