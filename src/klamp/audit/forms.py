@@ -75,11 +75,7 @@ KL: dict[str, tuple[str, Callable[[Tokens], Array], bool]] = {
     "log-ratio + k3 of later tokens": ("reverse", lambda t: t.d + t.to_go(k3(t.d)) - k3(t.d), True),
     "prefix ratio x log-ratio + later k1": ("reverse", lambda t: _prefix(t, t.d), True),
     "prefix ratio x log-ratio + later k3": ("reverse", lambda t: _prefix(t, k3(t.d)), True),
-    "prefix ratio - prefix of ref / old": (
-        "forward",
-        lambda t: -t.prefix_r * np.expm1(np.clip(-t.so_far(t.d), -50, 50)),
-        True,
-    ),
+    "prefix ratio - prefix of ref / old": ("forward", lambda t: -t.prefix_r * np.expm1(-t.so_far(t.d)), True),
     "ratio of the completion x k3": (
         "neither",
         lambda t: np.exp(t.average(t.log_r)) * (t.average(k3(t.d)) - np.expm1(-t.d)),

@@ -120,11 +120,16 @@ def _per_token(t: Tokens, a: Array) -> AdvantageForm:
     }
     y = a - t.average(a)
     for name, kl in forms.items():
-        x = kl - t.average(kl)
-        slope = float(x @ y / max(x @ x, 1e-300))
-        if np.any(np.abs(x) > 1e-12) and np.abs(y - slope * x).max() <= EXPLAINED * np.abs(y).max():
+        if slope := proportional(y, kl - t.average(kl)):
             return AdvantageForm(name, True, -slope, KINDS[name.partition(" ")[0]])
     return AdvantageForm("one per token")
+
+
+def proportional(y: Array, x: Array) -> float:
+    """The factor between two series; 0 where they are not proportional, or x is constant."""
+    slope = float(x @ y / max(x @ x, 1e-300))
+    varies = np.ptp(x) > max(1e-12, 1e-3 * np.abs(x).max())
+    return slope if varies and np.abs(y - slope * x).max() <= EXPLAINED * np.abs(y).max() else 0.0
 
 
 def _per_completion(t: Tokens, a: Array, rewards: Array, group: Any) -> AdvantageForm:

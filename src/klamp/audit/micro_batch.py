@@ -271,10 +271,12 @@ class _Batch:
         self._add(name, whole if self.is_list else whole[0])
         self.arrays[name] /= self.call.loss_scale
 
-    def _gradient(self, y: Tensor, *, create_graph: bool = False) -> Sequence[Tensor | None]:
+    def _gradient(self, y: Tensor, x: Tensor | None = None, *, create_graph: bool = False) -> Sequence[Tensor | None]:
+        """The gradient in x, or in the log-probabilities; None where y does not depend on them."""
+        inputs = self.inputs if x is None else [x]
         if not y.requires_grad:
-            return [None] * len(self.inputs)
-        return torch.autograd.grad(y, self.inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)
+            return [None] * len(inputs)
+        return torch.autograd.grad(y, inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)
 
     def _higher(self, *, near: bool) -> None:
         """The second and third derivative near the reference; of a watched loss what advantages and reference do."""
@@ -291,17 +293,14 @@ class _Batch:
 
     def _watched(self, total: Tensor, watched: Watched) -> None:
         """The advantages' part of the gradient, and whether the reference is in the loss's value alone."""
-
-        def through(x: Tensor, y: Tensor, *, create_graph: bool = False) -> Tensor | None:
-            return torch.autograd.grad(y, x, retain_graph=True, create_graph=create_graph, allow_unused=True)[0]
-
-        if (a := watched.advantages) is not None and (slope := through(a, self.loss, create_graph=True)) is not None:
+        a, ref = watched.advantages, watched.ref_logprobs
+        if a is not None and (slope := self._gradient(self.loss, a, create_graph=True)[0]) is not None:
             push = self._gradient((slope * a.detach()).sum())  # exact for whatever is linear in the advantages
             if any(x is not None and x.any() for x in push):
                 self._store("policy_part", push)
-        if (ref := watched.ref_logprobs) is not None and not self.is_list:
-            used = [x is not None and bool(x.any()) for x in (through(ref, self.loss), through(ref, total))]
-            self.facts["ref_detached"] = used == [True, False]
+        if ref is not None and not self.is_list:
+            slopes = [self._gradient(y, ref)[0] for y in (self.loss, total)]
+            self.facts["ref_detached"] = [x is not None and bool(x.any()) for x in slopes] == [True, False]
 
     def compare_logits(self, other: Tensor | None) -> None:
         """Do the log-probabilities follow from the logits; and which divergence passes beside them?"""
