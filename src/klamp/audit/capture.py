@@ -54,21 +54,19 @@ class Capture:
         """
         from safetensors import SafetensorError, safe_open
 
-        fix = "name a file that klamp.check(..., save=...) wrote"
         try:
             with safe_open(str(path), framework="np") as file:
                 header = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in list(file.keys())}
             facts = json.loads(header.get("facts", "null"))
+            shapes = {name: x.shape for name, x in arrays.items() if name not in PER_COMPLETION}
+            whole = {*NEEDED} <= {*arrays} and len({*shapes.values()}) == 1 and arrays["mask"].ndim == 2
+            if header.get("schema") != SCHEMA or not isinstance(facts, dict) or not whole:
+                raise ValueError(f"schema {header.get('schema')!r}, arrays {shapes}")
         except (OSError, SafetensorError, ValueError) as error:
-            got, why = f"{type(error).__name__}: {error}", "a capture is a safetensors file with a header"
-            raise DataError(f"{path} cannot be read as a capture", got=got, why=why, fix=fix) from error
-        shapes = {name: x.shape for name, x in arrays.items() if name not in PER_COMPLETION}
-        whole = {*NEEDED} <= {*arrays} and len({*shapes.values()}) == 1 and arrays["mask"].ndim == 2
-        if header.get("schema") != SCHEMA or not isinstance(facts, dict) or not whole:
-            why = f"klamp reads {SCHEMA}, with {', '.join(NEEDED)}, all of one shape [B, T]"
-            got = f"schema {header.get('schema')!r}, arrays {shapes}"
-            raise DataError(f"{path} is not a whole capture of klamp.check", got=got, why=why, fix=fix)
+            got, fix = f"{type(error).__name__}: {error}", "name a file that klamp.check(..., save=...) wrote"
+            why = f"a safetensors file of {SCHEMA} is read, with {', '.join(NEEDED)}, all of one shape [B, T]"
+            raise DataError(f"{path} is not a whole capture of klamp.check", got=got, why=why, fix=fix) from error
         return cls(arrays={k: x.astype(TYPES.get(k, np.float64)) for k, x in arrays.items()}, facts=facts)
 
 

@@ -188,7 +188,7 @@ class Reading:
         elif self.policy.stage == "free":
             sign = fit.signs[0] or 1
         else:
-            sign = 0 if fit.policy is None else np.sign(fit.a)
+            sign = np.sign(fit.a)
         if sign <= 0:
             self.say("policy-absent" if sign == 0 else "policy-reversed")
         if fit is not None and fit.policy is not None and fit.on < 1:

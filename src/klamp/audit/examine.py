@@ -1,8 +1,4 @@
-"""Audits the losses of installed trainers, and functions: `klamp.check` judges each.
-
-A loss of a trainer is computed by the trainer's own code, on a drawn batch with padding and a policy that has moved
-since the rollout.
-"""
+"""Audits losses of installed trainers, by their own code on a drawn batch, and functions; `klamp.check` judges each."""
 
 from __future__ import annotations
 

@@ -104,13 +104,12 @@ def policy_forms(t: Tokens) -> list[Form]:
     return distinct(
         Form(name + suffix, name.partition("(")[0], s * weight, push=push)
         for suffix, weight in _sampler_weights(t)
-        for name, s in _surrogates(t, plain=bool(suffix))
+        for name, s in _surrogates(t, t.advantage, plain=bool(suffix))
         if not (name.startswith("cispo(0.") and np.ptp(s) == 0)  # a cap below every ratio: the plain loss
     )
 
 
-def _surrogates(t: Tokens, *, plain: bool) -> Iterator[tuple[str, Array]]:
-    advantage = t.advantage if t.advantage is not None else np.zeros_like(t.r)
+def _surrogates(t: Tokens, advantage: Array, *, plain: bool) -> Iterator[tuple[str, Array]]:
     yield "1", np.ones_like(t.r)
     if t.old is None:
         return

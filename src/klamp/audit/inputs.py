@@ -1,8 +1,4 @@
-"""Looks at the numbers that a loss was computed from, before its gradient is explained. NumPy only.
-
-Finds log-probabilities that are none, a reference or sampler that is one token off, padding and tokens after the end
-that are trained, and how advantages were formed from rewards, with a KL in them or without.
-"""
+"""Looks at the numbers that a loss was computed from, before its gradient is explained. NumPy only."""
 
 from __future__ import annotations
 
@@ -154,10 +150,7 @@ def _per_completion(t: Tokens, a: Array, rewards: Array, group: Any) -> Advantag
 
 
 def _form_of(a: Array, rewards: Array, kl: Array | None, rows: Any) -> tuple[str | None, float | None]:
-    """Whether advantages are a multiple of the rewards (minus a KL), centred in each row; and the KL's beta.
-
-    A multiple that differs between rows is a z-score: the beta has to be the same in all of them.
-    """
+    """The form of advantages that are rewards (minus a KL), centred in each row and scaled; and the KL's one beta."""
     count, named = np.bincount(rows), (a, rewards) if kl is None else (a, rewards, -kl)
     y, *columns = (x - (np.bincount(rows, weights=x) / count)[rows] for x in named)
     each_row = [rows == row for row in np.unique(rows)]
@@ -175,11 +168,9 @@ def _form_of(a: Array, rewards: Array, kl: Array | None, rows: Any) -> tuple[str
 
 
 def _without_kl(t: Tokens, a: Array) -> bool:
-    """Whether advantages cannot hold a KL: all values are shared by completions with other KLs, or are round numbers.
-
-    Ranks hold a KL and look alike: evenly spaced values, each as often as any other.
-    """
+    """Whether advantages cannot hold a KL: completions with other KLs share all values, or values are round numbers."""
     values, counts = np.unique(np.round(a / np.abs(a).max(), 6), return_counts=True)
+    # ranks may hold a KL: they are evenly spaced, each as often as any other
     uneven = values.size > 2 and np.ptp(np.diff(values)) > 1e-4 and np.abs(a).max() > 0.01
     if uneven and np.abs(a - np.round(a, 3)).max() < 2e-7 * max(1.0, np.abs(a).max()):
         return True

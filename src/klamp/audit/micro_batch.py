@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from traceback import walk_stack
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +26,6 @@ from klamp.audit.function import check_function
 from klamp.audit.logits import beside, check_logits, not_computed_from, reproduce
 from klamp.audit.verdict import Verdict, finding
 from klamp.errors import ConfigError, KLWarning, ShapeError, TensorError
-
-Numbers: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[float]"
 
 _VERDICTS: dict[Any, tuple[int, Verdict]] = {}  # call site -> the number of calls, the first verdict that answers
 _TAPPED: list[Tensor] = []
@@ -67,8 +66,8 @@ def check(  # noqa: PLR0913
     ref_logprobs: Tensor | Sequence[Tensor] | None = None,
     old_logprobs: Tensor | Sequence[Tensor] | None = None,
     sampler_logprobs: Tensor | Sequence[Tensor] | None = None,
-    advantages: Numbers | None = None,
-    rewards: Numbers | None = None,
+    advantages: Tensor | Sequence[Tensor] | Sequence[float] | None = None,
+    rewards: Tensor | Sequence[Tensor] | Sequence[float] | None = None,
     beta: float | None = None,
     means: Literal["reverse", "forward", "js"] = "reverse",
     baseline: Tensor | float | None = None,
@@ -171,8 +170,8 @@ def _once(key: Any, compute: Callable[[], Verdict]) -> Verdict:
     calls += 1
     if earlier is not None and (earlier.ok is not None or calls & (calls - 1)):
         _VERDICTS[key] = calls, earlier
-        text = [earlier.summary] * bool(earlier.summary) + ["of an earlier call here (once=False checks each call)"]
-        return replace(earlier, summary=", ".join(text))
+        again = "of an earlier call here (once=False checks each call)"
+        return replace(earlier, summary=", ".join(filter(None, (earlier.summary, again))))
     verdict = compute()
     if key is not None:
         _VERDICTS[key] = calls, verdict
@@ -183,14 +182,13 @@ def _once(key: Any, compute: Callable[[], Verdict]) -> Verdict:
 
 def _key(loss: Tensor) -> Any:
     """The call site outside of klamp and the nearest operations of the loss: the same in each step of a loop."""
-    frame = sys._getframe(2)
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("klamp."):
-        frame = frame.f_back
+    frames = (x for x, _ in walk_stack(sys._getframe()) if not str(x.f_globals.get("__name__")).startswith("klamp."))
+    frame = next(frames, None)
     layer, layers = [loss.grad_fn], list[Any]()
     for _ in range(12):
         layer = [parent for node in layer if node is not None for parent, _ in node.next_functions][:64]
         layers.append(tuple("-" if node is None else type(node).__name__ for node in layer))
-    return ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno), tuple(layers)
+    return frame and (frame.f_code.co_filename, frame.f_lineno), tuple(layers)
 
 
 FACTS = ("means", "clip", "kl_in", "group_size", "pad", "eos", "temperature", "host")

@@ -7,7 +7,6 @@ constructors, which would load models: `stand_in` has what the loss reads, and a
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import pkgutil
 from collections import defaultdict
@@ -29,7 +28,7 @@ def _marked(option: str, value: object, default: object) -> str:
 
 
 def _defaults(config: type) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(config)}
+    return {name: x.default for name, x in inspect.signature(config).parameters.items()}
 
 
 def _grpo_losses(loss: Callable[..., Tensor], defaults: Mapping[str, Any]) -> list[AuditedLoss]:
@@ -176,20 +175,15 @@ def liger() -> Subject:
     """The chunked GRPO loss, which has the options of TRL's, and the fused JSD."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
 
-    defaults, jsd = (
-        {name: x.default for name, x in inspect.signature(loss).parameters.items()}
-        for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
-    )
-    notes = (
-        f"beta is {defaults['beta']:g} by default; without a reference model it compares the policy with itself.",
-        "Its Triton kernels of the same losses need a GPU and are not audited.",
-    )
+    defaults, jsd = _defaults(LigerFusedLinearGRPOLoss), _defaults(LigerFusedLinearJSDLoss)
     losses = _grpo_losses(_liger_grpo, defaults)
     for beta in (0.5, 0.0, 1.0):
         name, compute = f"LigerFusedLinearJSDLoss, {_marked('beta', beta, jsd['beta'])}", partial(_liger_jsd, beta=beta)
         losses.append(AuditedLoss(name=name, compute=compute, takes="sequences", means=of_beta(beta)))
     title = f"liger-kernel {version('liger-kernel')}, LigerFusedLinearGRPOLoss"
-    return Subject(title=title, losses=tuple(losses), notes=notes)
+    note = f"beta is {defaults['beta']:g} by default; without a reference model it compares the policy with itself."
+    triton = "Its Triton kernels of the same losses need a GPU and are not audited."
+    return Subject(title=title, losses=tuple(losses), notes=(note, triton))
 
 
 def _liger_grpo(beta: float, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
