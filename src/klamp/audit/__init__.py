@@ -1,7 +1,4 @@
-"""Audits of other packages: where each installed trainer computes its KL, and the versions that this was tried with.
-
-A trainer goes by its name, any other KL function that can be imported by `module:function`.
-"""
+"""Audits of other packages: the trainers that `klamp audit` knows by name, with the versions that were tried."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import warnings
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
@@ -21,22 +18,13 @@ if TYPE_CHECKING:  # torch is loaded with the first subject: the help needs the 
     from klamp.core.types import Direction
 
 
-class Host(NamedTuple):
-    """A package whose KL klamp can find: by the function of its name in `klamp.audit.trainers`."""
-
-    tried: str  # the versions that this was tried with, as pip takes them
-    what: str  # one line on what is audited
-
-
 HOSTS = {
-    "trl": Host(
-        "trl>=1.7.1,<=1.16.0",
-        "GRPOTrainer's loss with each option that changes its KL, and the trainers for distillation",
-    ),
-    "verl": Host("verl==0.9.1", "every kl_loss_type, as a loss and in the reward"),
-    "liger": Host("liger-kernel==0.8.5", "the chunked GRPO loss and JSD"),
-    "torchrl": Host("torchrl==0.14.1", "GRPOLoss, its k3 estimate, DistillationLoss"),
+    "trl": "trl>=1.7.1,<=1.16.0",
+    "verl": "verl==0.9.1",
+    "liger": "liger-kernel==0.8.5",
+    "torchrl": "torchrl==0.14.1",
 }
+"""Function in `klamp.audit.trainers` -> the package and the versions that were tried, as pip takes them."""
 
 
 def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
@@ -52,7 +40,7 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
     if name not in HOSTS:
         why = f"klamp knows {', '.join(HOSTS)}; anything else goes by module:function"
         raise unknown_name("host", name, HOSTS, why=why)
-    tried = HOSTS[name].tried
+    tried = HOSTS[name]
     requirement = Requirement(tried)
     try:
         installed = version(requirement.name)
@@ -79,4 +67,4 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
     return replace(subject, cautions=(*subject.cautions, caution))
 
 
-__all__ = ["HOSTS", "Host", "load_subject"]
+__all__ = ["HOSTS", "load_subject"]

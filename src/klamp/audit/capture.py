@@ -25,9 +25,7 @@ NEEDED = ("gradient", "policy_logprobs", "mask")
 SCORES = ("ref_logprobs", "old_logprobs", "sampler_logprobs", "baseline", "policy_part", "second", "third")
 PER_COMPLETION = ("advantages", "rewards")
 """Names of arrays: those that a capture needs, other numbers [B, T], and those that may be [B]."""
-INTEGERS = dict.fromkeys(("segments", "ids"), np.int32)
-TYPES: dict[str, Any] = INTEGERS | {"mask": np.bool_}
-"""Array [B, T] -> its type; all others are float64, and float32 in a file."""
+TYPES: dict[str, Any] = {"segments": np.int32, "ids": np.int32, "mask": np.bool_}  # others: float64; in a file float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +39,8 @@ class Capture:
         """Write the capture as a safetensors file, with or without token ids."""
         from safetensors.numpy import save_file
 
-        types, arrays = INTEGERS | {"mask": np.uint8}, {k: x for k, x in self.arrays.items() if ids or k != "ids"}
-        stored = {k: np.ascontiguousarray(x, dtype=types.get(k, np.float32)) for k, x in arrays.items()}
+        arrays = {k: x for k, x in self.arrays.items() if ids or k != "ids"}
+        stored = {k: np.ascontiguousarray(x, dtype=TYPES.get(k, np.float32)) for k, x in arrays.items()}
         save_file(stored, str(path), metadata={"schema": SCHEMA, "facts": json.dumps(self.facts, default=str)})
 
     @classmethod

@@ -22,8 +22,7 @@ from klamp.audit.verdict import CheckFinding, Verdict, finding
 RIGHT = {"reverse": ("reverse", "squared"), "forward": ("forward",)}  # what was meant -> the classes that are right
 CODES = {"old": "kl-other-anchor", "k3": "kl-k3-in-advantage"}  # class -> the finding, where it is not `kl-CLASS`
 CONSTANT = "it is the same for each token, whatever the reference says (k1 differentiated)"
-UNREADABLE = {"empty-mask", "not-finite", "gradient-not-finite", "not-log-probabilities"}
-"""Findings on numbers that no explanation can be read from."""
+UNREADABLE = {"empty-mask", "not-finite", "gradient-not-finite", "not-log-probabilities"}  # findings that end a check
 BETA_OFF = 0.05  # from which share on a beta is another one
 BETA_AGREE = 0.02  # within which share all accepted forms have to agree on it
 ENOUGH = 30  # trained tokens below which the verdict asks for more

@@ -47,11 +47,10 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditedLoss:
-    """A loss of a trainer, or a KL.
+    """A loss of a trainer, or a KL; what `compute` takes and returns:
 
-    `takes`: what `compute` takes and returns. "logprobs": (policy, ref, old, mask), each [B, T] -> the KL part of a
-    loss. "function": (policy, ref) -> [B, T], or a whole loss. "reward": the same, to be subtracted from the reward.
-    "sequences": a batch -> a loss of distillation.
+    "logprobs": (policy, ref, old, mask), [B, T] each -> the KL part of a loss. "function": (policy, ref) -> [B, T], or
+    a whole loss. "reward": the same, to be subtracted from the reward. "sequences": a batch -> a loss of distillation.
     """
 
     name: str  # of the function or class, and the options that make it compute this loss

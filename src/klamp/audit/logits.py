@@ -107,14 +107,11 @@ class Positions:
             where = tuple(x[inside] for x in where)
             of_teacher = where[0], where[1] - shift
         width = min(logits.shape[-1], teacher.shape[-1])
-        tokens = None if ids is None else np.asarray(torch.as_tensor(ids).detach().cpu())[where].astype(int)
-        student, other, slope = (
-            _array(x, at)[:, :width] for x, at in ((logits, where), (teacher, of_teacher), (gradient, where))
-        )
-        eps, tokens = roundoff(torch.finfo(logits.dtype).eps), None if tokens is None else np.clip(tokens, 0, width - 1)
-        return cls(
-            gradient=slope, student=student, teacher=other, ids=tokens, eps=eps, trained=trained, where=where, **facts
-        )
+        sources = {"gradient": (gradient, where), "student": (logits, where), "teacher": (teacher, of_teacher)}
+        arrays = {name: _array(x, at)[:, :width] for name, (x, at) in sources.items()}
+        tokens = None if ids is None else _array(torch.as_tensor(ids), where).astype(int).clip(0, width - 1)
+        facts["eps"] = roundoff(torch.finfo(logits.dtype).eps)
+        return cls(**arrays, ids=tokens, trained=trained, where=where, **facts)
 
 
 def _spread(places: Array, count: int) -> Array:

@@ -306,8 +306,7 @@ class _Batch:
         if logits is None:
             return
         if "ids" not in self.arrays:
-            why = "a log-probability is that of one id"
-            raise ConfigError("logits need the tokens", got="ids=None", why=why, fix="pass ids=")
+            raise ConfigError("logits need the tokens", got="ids=None", why="each place has one id", fix="pass ids=")
         self.facts["logits_seen"] = True
         self.facts["findings"] += map(vars, reproduce(self.arrays, logits, other, temperature))
         if other is not None and self.facts["around"] and logits.requires_grad and not self.is_list:

@@ -1,7 +1,7 @@
 """The losses of installed trainers, computed by the trainers' own code on a drawn batch: one function per host.
 
-A host's loss at beta 1 less the loss at beta 0, advantages 0, is its KL part. TRL's trainers are made without their
-constructors, which would load models: `stand_in` has what the loss reads, and answers for logits and log-probabilities.
+A host's loss at beta 1 less the loss at beta 0, advantages 0, is its KL part. `stand_in` makes TRL's trainers without
+models: it has what the loss reads, and answers for logits and log-probabilities.
 """
 # pyright: reportMissingImports=false
 
@@ -212,16 +212,12 @@ def torchrl() -> Subject:
     """`GRPOLoss`, the k3 estimate that it publishes, and `DistillationLoss`."""
     from torchrl.objectives.llm import GRPOLoss, k3_kl_token_estimate
 
-    distillation = "DistillationLoss, kl_direction=reverse (default)"
-    losses = (
-        AuditedLoss(name="GRPOLoss, kl_to_ref_coeff", compute=torchrl_kl),
-        AuditedLoss(
-            name="k3_kl_token_estimate(ref, policy)",
-            compute=lambda policy, ref: k3_kl_token_estimate(ref, policy),
-            takes="function",
-        ),
-        AuditedLoss(name=distillation, compute=_torchrl_distillation, takes="sequences"),
+    rows: tuple[tuple[str, Any, Callable[..., Tensor]], ...] = (
+        ("GRPOLoss, kl_to_ref_coeff", "logprobs", torchrl_kl),
+        ("k3_kl_token_estimate(ref, policy)", "function", lambda policy, ref: k3_kl_token_estimate(ref, policy)),
+        ("DistillationLoss, kl_direction=reverse (default)", "sequences", _torchrl_distillation),
     )
+    losses = tuple(AuditedLoss(name=name, takes=takes, compute=compute) for name, takes, compute in rows)
     note = f"kl_to_ref_coeff is {GRPOLoss(None).kl_to_ref_coeff} by default: without it there is no KL in the loss."
     return Subject(title=f"torchrl {version('torchrl')}, GRPOLoss", losses=losses, notes=(note,))
 
@@ -261,8 +257,7 @@ def _torchrl_distillation(batch: Sequences) -> Tensor:
 
 
 VERL_LOSSES = ("low_var_kl (k3)", "kl (k1)", "abs", "mse (k2)", "low_var_kl+ (k3+)", "kl+ (k1+)", "abs+", "full")
-VERL_REWARDS = ("kl (k1)", "abs", "mse (k2)", "low_var_kl (k3)")
-"""The types of a KL, each with its other name."""
+VERL_REWARDS = ("kl (k1)", "abs", "mse (k2)", "low_var_kl (k3)")  # each type with its other name
 
 
 def verl() -> Subject:

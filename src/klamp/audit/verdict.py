@@ -15,8 +15,7 @@ SCHEMA = "klamp.check/1"
 Level: TypeAlias = Literal["wrong", "cannot tell", "warning", "note"]
 
 LEVELS: tuple[Level, ...] = get_args(Level)  # the worst first: the order in which findings are printed
-EXIT_CODES: dict[bool | None, int] = {False: 1, None: 3, True: 0}
-"""`Verdict.ok` -> exit code of `klamp check` and `klamp audit`, the worst first; 2: wrong usage or file."""
+EXIT_CODES: dict[bool | None, int] = {False: 1, None: 3, True: 0}  # the worst first; 2: wrong usage or file
 ANSWERS: dict[bool | None, str] = {True: "sound", False: "WRONG", None: "cannot tell"}  # `Verdict.ok` in words
 
 
