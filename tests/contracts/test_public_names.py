@@ -22,10 +22,9 @@ SIGNATURES = {
     "ref_logits=None, teacher_logits=None, ids=None, temperature=1.0, pad=None, eos=None, segments=None, "
     "group_size=None, loss_scale=1.0, watched=None, example=None, save=None, save_ids=False, once=True, host='')",
     "check_pair": "(policy_tokenizer, teacher_tokenizer, example=None, *, teacher_example=None, policy_ids=None, "
-    "teacher_ids=None, prompt_lengths=None, end_ids=None, vocabulary_sizes=None, context_lengths=None, "
-    "template_options=None, who='teacher')",
+    "teacher_ids=None, prompt_lengths=None, end_ids=None, template_options=None, who='teacher')",
     "tap": "(policy_logprobs)",
-    "watch": "(*, ref_logprobs=None, advantages=None, old_logprobs=None)",
+    "watch": "(*, ref_logprobs=None, advantages=None)",
     "kl_estimate": "(policy_logprobs, ref_logprobs, *, estimator='k3')",
     "exact_kl": "(policy_logits, ref_logits, *, direction='reverse')",
     "kl_penalty": "(policy_logprobs, ref_logprobs, mask, *, value='k3', gradient='reverse', horizon='token', "

@@ -1,16 +1,13 @@
-"""Audits of other packages: where each installed trainer computes its KL, and the versions that this was tried with.
-
-A trainer goes by its name, any other KL function that can be imported by `module:function`.
-"""
+"""Audits of other packages: the trainers that `klamp audit` knows by name, with the versions that were tried."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import warnings
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
@@ -21,22 +18,13 @@ if TYPE_CHECKING:  # torch is loaded with the first subject: the help needs the 
     from klamp.core.types import Direction
 
 
-class Host(NamedTuple):
-    """A package whose KL klamp can find: by the function of its name in `klamp.audit.trainers`."""
-
-    tried: str  # the versions that this was tried with, as pip takes them
-    what: str  # one line on what is audited
-
-
 HOSTS = {
-    "trl": Host(
-        "trl>=1.7.1,<=1.16.0",
-        "GRPOTrainer's loss with each option that changes its KL, and the trainers for distillation",
-    ),
-    "verl": Host("verl==0.9.1", "every kl_loss_type, as a loss and in the reward"),
-    "liger": Host("liger-kernel==0.8.5", "the chunked GRPO loss and JSD"),
-    "torchrl": Host("torchrl==0.14.1", "GRPOLoss, its k3 estimate, the KL in the reward, DistillationLoss"),
+    "trl": "trl>=1.7.1,<=1.16.0",
+    "verl": "verl==0.9.1",
+    "liger": "liger-kernel==0.8.5",
+    "torchrl": "torchrl==0.14.1",
 }
+"""Function in `klamp.audit.trainers` -> the package and the versions that were tried, as pip takes them."""
 
 
 def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
@@ -48,36 +36,35 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
         ConfigError: the module or function cannot be had.
     """
     if ":" in name:
-        return importlib.import_module("klamp.audit.examine").function_subject(name, means=means)
+        return import_module("klamp.audit.examine").function_subject(name, means=means)
     if name not in HOSTS:
         why = f"klamp knows {', '.join(HOSTS)}; anything else goes by module:function"
         raise unknown_name("host", name, HOSTS, why=why)
-    host = HOSTS[name]
-    requirement = Requirement(host.tried)
+    tried = HOSTS[name]
+    requirement = Requirement(tried)
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:
-        instead = f'or, as it was tried: pip install "{host.tried}"'
+        instead = f'or, as it was tried: pip install "{tried}"'
         raise missing_library(requirement.name, by=f"klamp audit {name}", instead=instead) from None
     try:
         with warnings.catch_warnings(action="ignore"):  # theirs, on import and on deprecated options; not about the KL
             logging.disable(logging.WARNING)
-            subject: Subject = getattr(importlib.import_module("klamp.audit.trainers"), name)()
-            for loss in subject.losses[:1]:  # whatever has moved shows here
-                loss.verdict()
+            subject: Subject = getattr(import_module("klamp.audit.trainers"), name)()
+            subject.losses[0].verdict()  # whatever has moved shows here
     except KlampError:
         raise
     except Exception as error:  # a host that moved its KL may fail in any way
         what, got = f"the KL of {requirement.name} {installed} cannot be reached", f"{type(error).__name__}: {error}"
-        why = f"this was tried with {host.tried}, complete with dependencies"
-        fix = f'pip install "{host.tried}", or audit its function by itself: klamp audit module:function'
+        why = f"this was tried with {tried}, complete with dependencies"
+        fix = f'pip install "{tried}", or audit its function by itself: klamp audit module:function'
         raise UnsupportedVersion(what, got=got, why=why, fix=fix) from error
     finally:
         logging.disable(logging.NOTSET)
     if requirement.specifier.contains(installed, prereleases=True):
         return subject
-    caution = f"{requirement.name} {installed} was never tried: the audit is known to read {host.tried} rightly"
+    caution = f"{requirement.name} {installed} was never tried: the audit is known to read {tried} rightly"
     return replace(subject, cautions=(*subject.cautions, caution))
 
 
-__all__ = ["HOSTS", "Host", "load_subject"]
+__all__ = ["HOSTS", "load_subject"]

@@ -25,9 +25,7 @@ NEEDED = ("gradient", "policy_logprobs", "mask")
 SCORES = ("ref_logprobs", "old_logprobs", "sampler_logprobs", "baseline", "policy_part", "second", "third")
 PER_COMPLETION = ("advantages", "rewards")
 """Names of arrays: those that a capture needs, other numbers [B, T], and those that may be [B]."""
-INTEGERS = dict.fromkeys(("segments", "ids"), np.int32)
-TYPES: dict[str, Any] = INTEGERS | {"mask": np.bool_}
-"""Array [B, T] -> its type; all others are float64, and float32 in a file."""
+TYPES: dict[str, Any] = {"segments": np.int32, "ids": np.int32, "mask": np.bool_}  # others: float64; in a file float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +39,8 @@ class Capture:
         """Write the capture as a safetensors file, with or without token ids."""
         from safetensors.numpy import save_file
 
-        types, arrays = INTEGERS | {"mask": np.uint8}, {k: x for k, x in self.arrays.items() if ids or k != "ids"}
-        stored = {k: np.ascontiguousarray(x, dtype=types.get(k, np.float32)) for k, x in arrays.items()}
+        arrays = {k: x for k, x in self.arrays.items() if ids or k != "ids"}
+        stored = {k: np.ascontiguousarray(x, dtype=TYPES.get(k, np.float32)) for k, x in arrays.items()}
         save_file(stored, str(path), metadata={"schema": SCHEMA, "facts": json.dumps(self.facts, default=str)})
 
     @classmethod
@@ -54,21 +52,19 @@ class Capture:
         """
         from safetensors import SafetensorError, safe_open
 
-        fix = "name a file that klamp.check(..., save=...) wrote"
         try:
             with safe_open(str(path), framework="np") as file:
                 header = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in list(file.keys())}
             facts = json.loads(header.get("facts", "null"))
+            shapes = {name: x.shape for name, x in arrays.items() if name not in PER_COMPLETION}
+            whole = {*NEEDED} <= {*arrays} and len({*shapes.values()}) == 1 and arrays["mask"].ndim == 2
+            if header.get("schema") != SCHEMA or not isinstance(facts, dict) or not whole:
+                raise ValueError(f"schema {header.get('schema')!r}, arrays {shapes}")
         except (OSError, SafetensorError, ValueError) as error:
-            got, why = f"{type(error).__name__}: {error}", "a capture is a safetensors file with a header"
-            raise DataError(f"{path} cannot be read as a capture", got=got, why=why, fix=fix) from error
-        shapes = {name: x.shape for name, x in arrays.items() if name not in PER_COMPLETION}
-        whole = {*NEEDED} <= {*arrays} and len({*shapes.values()}) == 1 and arrays["mask"].ndim == 2
-        if header.get("schema") != SCHEMA or not isinstance(facts, dict) or not whole:
-            why = f"klamp reads {SCHEMA}, with {', '.join(NEEDED)}, all of one shape [B, T]"
-            got = f"schema {header.get('schema')!r}, arrays {shapes}"
-            raise DataError(f"{path} is not a whole capture of klamp.check", got=got, why=why, fix=fix)
+            got, fix = f"{type(error).__name__}: {error}", "name a file that klamp.check(..., save=...) wrote"
+            why = f"a safetensors file of {SCHEMA} is read, with {', '.join(NEEDED)}, all of one shape [B, T]"
+            raise DataError(f"{path} is not a whole capture of klamp.check", got=got, why=why, fix=fix) from error
         return cls(arrays={k: x.astype(TYPES.get(k, np.float64)) for k, x in arrays.items()}, facts=facts)
 
 

@@ -20,11 +20,9 @@ from klamp.audit.inputs import advantage_form, examine_inputs
 from klamp.audit.verdict import CheckFinding, Verdict, finding
 
 RIGHT = {"reverse": ("reverse", "squared"), "forward": ("forward",)}  # what was meant -> the classes that are right
-CODES = {"old": "kl-other-anchor", "k3": "kl-k3-in-advantage"}
-"""Class of KL -> the finding that calls it wrong, where it is not `kl-CLASS`."""
+CODES = {"old": "kl-other-anchor", "k3": "kl-k3-in-advantage"}  # class -> the finding, where it is not `kl-CLASS`
 CONSTANT = "it is the same for each token, whatever the reference says (k1 differentiated)"
-UNREADABLE = {"empty-mask", "not-finite", "gradient-not-finite", "not-log-probabilities"}
-"""Findings on numbers that no explanation can be read from."""
+UNREADABLE = {"empty-mask", "not-finite", "gradient-not-finite", "not-log-probabilities"}  # findings that end a check
 BETA_OFF = 0.05  # from which share on a beta is another one
 BETA_AGREE = 0.02  # within which share all accepted forms have to agree on it
 ENOUGH = 30  # trained tokens below which the verdict asks for more
@@ -143,8 +141,6 @@ class Reading:
             not_checked=_not_checked(self.arrays, self.facts) | self.open,
         )
 
-    # what is fitted
-
     def _leave_out(self) -> None:
         """Drop completions that a loss leaves out: all of their gradients are 0, and their advantages are not."""
         t = self.t
@@ -181,8 +177,6 @@ class Reading:
         apart = any(x.policy.scaled for x in fits if x.policy) or (sizes and np.ptp(sizes) > BETA_AGREE * sizes[0])
         return 0.0 if not sizes or (agreed and apart) else sizes[0]
 
-    # the policy loss
-
     def _policy_loss(self) -> None:
         fit, t = self.policy.best, self.t
         if t.advantage is None or not np.any(t.advantage):
@@ -193,13 +187,11 @@ class Reading:
         elif self.policy.stage == "free":
             sign = fit.signs[0] or 1
         else:
-            sign = 0 if fit.policy is None else np.sign(fit.a)
+            sign = np.sign(fit.a)
         if sign <= 0:
             self.say("policy-absent" if sign == 0 else "policy-reversed")
         if fit is not None and fit.policy is not None and fit.on < 1:
             self.say("policy-gated", off=1 - fit.on)
-
-    # which KL
 
     def _divergence(self) -> None:
         t, fit, kinds = self.t, self.explained.best, self.explained.kinds
@@ -316,8 +308,6 @@ class Reading:
         rests = [loss - value for value in values if abs(loss - value) > 1e3 * noise]
         return any(abs(rest - kl) < 1e-5 * abs(kl) + 4 * noise for rest in rests for kl in kls if kl)
 
-    # how large
-
     def _size(self) -> float | None:
         """The coefficient relative to the policy loss, if all accepted forms agree on it; is it the one passed?"""
         fit, passed, form, scale = self.explained.best, self.beta, self.form, self._scale()
@@ -379,8 +369,6 @@ class Reading:
             self.say("two-means", policy=w, kl=u)
             return f"{w}; KL {u}"
         return w or u
-
-    # the text
 
     def _summary(self) -> str:
         t = self.t

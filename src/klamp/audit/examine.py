@@ -1,8 +1,4 @@
-"""Audits the losses of installed trainers, and functions: `klamp.check` judges each.
-
-A loss of a trainer is computed by the trainer's own code, on a drawn batch with padding and a policy that has moved
-since the rollout.
-"""
+"""Audits losses of installed trainers, by their own code on a drawn batch, and functions; `klamp.check` judges each."""
 
 from __future__ import annotations
 
@@ -21,8 +17,7 @@ from klamp.audit.verdict import Verdict, finding
 from klamp.core.types import Direction
 from klamp.errors import KLWarning
 
-PROMPT = 2
-"""Tokens of the prompt before each drawn completion."""
+PROMPT = 2  # tokens before each drawn completion
 
 
 class Sequences(NamedTuple):
@@ -52,11 +47,10 @@ class Sequences(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditedLoss:
-    """A loss of a trainer, or a KL.
+    """A loss of a trainer, or a KL; what `compute` takes and returns:
 
-    `takes`: what `compute` takes and returns. "logprobs": (policy, ref, old, mask), each [B, T] -> the KL part of a
-    loss. "function": (policy, ref) -> [B, T], or a whole loss. "reward": the same, to be subtracted from the reward.
-    "sequences": a batch -> a loss of distillation.
+    "logprobs": (policy, ref, old, mask), [B, T] each -> the KL part of a loss. "function": (policy, ref) -> [B, T], or
+    a whole loss. "reward": the same, to be subtracted from the reward. "sequences": a batch -> a loss of distillation.
     """
 
     name: str  # of the function or class, and the options that make it compute this loss

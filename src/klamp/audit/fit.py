@@ -7,9 +7,8 @@ least squares fits a and b for each pair; a pair is accepted where the residual 
 
     sigma_t = 1.5 eps (|g_t| + median |g|) + 2 eps |b u_t|,    chi2 per token < 25
 
-Simple explanations come first: a policy loss without a KL; a KL alone; both, under one mean; under two means; a policy
-loss that some tokens do not carry; a KL that ends at a bound; last a free factor of each completion. The first stage
-that accepts anything answers with all the pairs that it accepts.
+Simple explanations come first, from a policy loss without a KL to a free factor of each completion (`_stages`). The
+first stage that accepts anything answers with all the pairs that it accepts.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from klamp.audit.capture import Array, Tokens
 from klamp.audit.forms import FARTHEST, Form, advantage_forms, distinct, kl_forms, policy_forms
 
-Mean: TypeAlias = str
-MEANS: tuple[Mean, ...] = ("token", "sequence")
+MEANS = ("token", "sequence")
 
 ACCEPTED = 25.0  # the largest residual per token, in units of the rounding noise, squared, that explains a gradient
 CLOSE = 8.0  # forms are accepted beside the best one if their residual is within this factor of its own
@@ -44,8 +42,8 @@ class Fit:
     a: float = 0.0
     b: float = 0.0
     chi2: float = np.inf
-    w: Mean | None = None
-    u: Mean | None = None
+    w: str | None = None
+    u: str | None = None
     b_error: float = 0.0  # how far b may be off because of rounding
     on: float = 1.0  # the share of tokens that carry the policy loss
     bounds: tuple[float, float] | None = None  # the log-ratios beyond which the KL has no gradient, or a constant one
@@ -82,9 +80,9 @@ class _Problem(NamedTuple):
     used: Array  # the indices that are fitted
     policies: list[Form]
     kls: list[Form]
-    weights: dict[Mean | None, Array]
+    weights: dict[str | None, Array]
 
-    def column(self, form: Form | None, mean: Mean | None) -> Array:
+    def column(self, form: Form | None, mean: str | None) -> Array:
         """The gradient that a form gives each token under a mean."""
         return np.zeros_like(self.target) if form is None else form.values * self.weights[mean]
 
@@ -101,7 +99,7 @@ def explain(tokens: Tokens, *, simple: bool = False) -> Decomposition:
     near = size[used] if used.size else size
     typical = max(float(np.median(near)), 0.01 * float(np.sqrt(np.square(near).mean())), 1e-100)
     noise = 1.5 * tokens.eps * (size + typical)
-    weights: dict[Mean | None, Array] = {mean: tokens.weights(mean) for mean in MEANS}
+    weights: dict[str | None, Array] = {mean: tokens.weights(mean) for mean in MEANS}
     policies = [] if tokens.policy_part is not None else policy_forms(tokens)
     problem = _Problem(tokens.gradient - part, noise, tokens, used, policies, kl_forms(tokens), weights)
     same = bool(np.abs(weights["token"] - weights["sequence"]).max() < 1e-10)
@@ -112,7 +110,7 @@ def explain(tokens: Tokens, *, simple: bool = False) -> Decomposition:
     return Decomposition(stage=stage, fits=tuple(fits), b_seen=_visible(problem, fits, means), same_means=same)
 
 
-def _stages(problem: _Problem, means: tuple[Mean, ...], *, simple: bool) -> Iterator[tuple[str, Iterable[Fit]]]:
+def _stages(problem: _Problem, means: tuple[str, ...], *, simple: bool) -> Iterator[tuple[str, Iterable[Fit]]]:
     """The fits of each stage, the simplest stage first; computed only as far as they are asked for."""
     same, crossed = [(x, x) for x in means], [(w, u) for w in means for u in means if w != u]
     yield "no KL", _alone(problem, means)
@@ -132,14 +130,14 @@ def _accepted(fits: Iterable[Fit]) -> list[Fit]:
     return [fit for fit in good if fit.chi2 <= max(1.0, CLOSE * good[0].chi2)]
 
 
-def _alone(problem: _Problem, means: tuple[Mean, ...]) -> list[Fit]:
+def _alone(problem: _Problem, means: tuple[str, ...]) -> list[Fit]:
     """A policy loss without a KL; where there are no advantages, no gradient at all."""
     if not problem.policies:
         return [_refined(problem, None, None, (None, None))]
     return [_refined(problem, form, None, (mean, None)) for mean in means for form in problem.policies]
 
 
-def _pairs(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
+def _pairs(problem: _Problem, means: list[tuple[str, str]]) -> Iterator[Fit]:
     """Each policy loss (or none) with each KL: all KLs of a policy loss in one pass, the likely ones refined."""
     y, rows = problem.scaled(problem.target), max(8, BLOCK // max(problem.used.size, 1))
     for w, u in means if problem.kls else ():
@@ -174,7 +172,7 @@ def _without(y: Array, x: Array) -> Array:
 
 
 def _refined(
-    problem: _Problem, policy: Form | None, kl: Form | None, means: tuple[Mean | None, Mean | None], b: float = 0.0
+    problem: _Problem, policy: Form | None, kl: Form | None, means: tuple[str | None, str | None], b: float = 0.0
 ) -> Fit:
     """A pair fitted under the noise that its own KL brings along."""
     used, push, pull = problem.used, problem.column(policy, means[0]), problem.column(kl, means[1])
@@ -190,7 +188,7 @@ def _refined(
     return Fit(policy=policy, kl=kl, a=a, b=b, w=means[0], u=means[1], b_error=error, chi2=float(chi2))
 
 
-def _visible(problem: _Problem, fits: list[Fit], means: tuple[Mean, ...]) -> float:
+def _visible(problem: _Problem, fits: list[Fit], means: tuple[str, ...]) -> float:
     """The |b| from which on any reverse or forward KL would have stood out, beside the fitted policy loss."""
     plain = [form for form in problem.kls if form.kind in ("reverse", "forward") and not form.coupled][:4]
     if not plain or not fits:
@@ -204,7 +202,7 @@ RARE = ("neither", "old", "squared")
 BASES = ("1", "ratio", "sequence ratio", "whole ratio")
 
 
-def _gated(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
+def _gated(problem: _Problem, means: list[tuple[str, str]]) -> Iterator[Fit]:
     """A policy loss that some tokens do not carry: a clip, a mask. Pairs of tokens propose a and b, the rest votes."""
     used = problem.used
     if used.size < 12:
@@ -224,7 +222,7 @@ def _gated(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
 
 
 def _voted(
-    problem: _Problem, policy: Form, kl: Form | None, means: tuple[Mean, Mean], pairs: Array, *, joint: bool
+    problem: _Problem, policy: Form, kl: Form | None, means: tuple[str, str], pairs: Array, *, joint: bool
 ) -> Fit | None:
     """A gate that nearly all tokens agree with, for the a and b that one of the pairs of tokens proposes."""
     g, used, (i, j) = problem.target, problem.used, pairs
@@ -250,7 +248,7 @@ def _voted(
     return replace(fit, on=float(gate[used].mean()))
 
 
-def _bounded(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
+def _bounded(problem: _Problem, means: list[tuple[str, str]]) -> Iterator[Fit]:
     """A KL that has no gradient, or a constant one, beyond some log-ratio: fitted near the reference, then extended."""
     t, used = problem.tokens, problem.used
     if t.ref is None or used.size < 16:
@@ -322,7 +320,7 @@ def _by_row(problem: _Problem, kl: Form, base: Array, keep: Array, spare: int) -
     return Fit(policy=None, kl=kl, chi2=total / spare, signs=(push, signs[1].pop()))
 
 
-def at_zero(t: Tokens, mean: Mean) -> tuple[float, float] | None:
+def at_zero(t: Tokens, mean: str) -> tuple[float, float] | None:
     """What the derivatives say where the policy is the reference: b c'(0), and c''(0) / c'(0), NaN if c'(0) is 0.
 
     None: they do not tell a KL from the policy loss beside it. A ratio gives -a A w to both derivatives, a fixed weight

@@ -75,11 +75,7 @@ KL: dict[str, tuple[str, Callable[[Tokens], Array], bool]] = {
     "log-ratio + k3 of later tokens": ("reverse", lambda t: t.d + t.to_go(k3(t.d)) - k3(t.d), True),
     "prefix ratio x log-ratio + later k1": ("reverse", lambda t: _prefix(t, t.d), True),
     "prefix ratio x log-ratio + later k3": ("reverse", lambda t: _prefix(t, k3(t.d)), True),
-    "prefix ratio - prefix of ref / old": (
-        "forward",
-        lambda t: -t.prefix_r * np.expm1(np.clip(-t.so_far(t.d), -50, 50)),
-        True,
-    ),
+    "prefix ratio - prefix of ref / old": ("forward", lambda t: -t.prefix_r * np.expm1(-t.so_far(t.d)), True),
     "ratio of the completion x k3": (
         "neither",
         lambda t: np.exp(t.average(t.log_r)) * (t.average(k3(t.d)) - np.expm1(-t.d)),
@@ -108,13 +104,12 @@ def policy_forms(t: Tokens) -> list[Form]:
     return distinct(
         Form(name + suffix, name.partition("(")[0], s * weight, push=push)
         for suffix, weight in _sampler_weights(t)
-        for name, s in _surrogates(t, plain=bool(suffix))
+        for name, s in _surrogates(t, t.advantage, plain=bool(suffix))
         if not (name.startswith("cispo(0.") and np.ptp(s) == 0)  # a cap below every ratio: the plain loss
     )
 
 
-def _surrogates(t: Tokens, *, plain: bool) -> Iterator[tuple[str, Array]]:
-    advantage = t.advantage if t.advantage is not None else np.zeros_like(t.r)
+def _surrogates(t: Tokens, advantage: Array, *, plain: bool) -> Iterator[tuple[str, Array]]:
     yield "1", np.ones_like(t.r)
     if t.old is None:
         return

@@ -29,8 +29,7 @@ from klamp.files import at_home, with_end
 
 CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
 DISTILLATION_CONTRACT = "function(student_logits [B, T, V], teacher_logits [B, T, V], tokens [B, T], mask [B, T]) -> []"
-REACH = 3.0
-"""The largest log-ratio that is tried, in nats."""
+REACH = 3.0  # the largest log-ratio that is tried, in nats
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -77,12 +76,9 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 def check_function(
     function: Callable[..., Tensor], *, example: tuple[Tensor, Tensor] | None = None, means: str = "reverse"
 ) -> Verdict:
-    """The verdict on a function of (policy_logprobs, ref_logprobs), [B, T] each, that returns [B, T] or a scalar.
+    """The verdict on a KL or a loss, a function of (policy_logprobs, ref_logprobs), [B, T] each, to [B, T] or a scalar.
 
-    Args:
-        function: the KL, or a whole loss.
-        example: log-probabilities that it accepts; None: 8 completions of 8 tokens in float64.
-        means: the divergence that is meant.
+    `example`: log-probabilities that the function accepts; None: 8 completions of 8 tokens in float64.
 
     Raises:
         ConfigError: the function cannot be called so, or returns no tensor with a gradient.

@@ -1,8 +1,4 @@
-"""Looks at the numbers that a loss was computed from, before its gradient is explained. NumPy only.
-
-Finds log-probabilities that are none, a reference or sampler that is one token off, padding and tokens after the end
-that are trained, and how advantages were formed from rewards, with a KL in them or without.
-"""
+"""Looks at the numbers that a loss was computed from, before its gradient is explained. NumPy only."""
 
 from __future__ import annotations
 
@@ -19,8 +15,7 @@ from klamp.audit.verdict import CheckFinding, finding
 ROUNDING = 1e-5  # a log-probability this far above 0 is still rounding
 MISMATCH = 0.1  # the median difference between sampler and trainer, in nats, that is more than rounding
 EXPLAINED = 1e-3  # the largest residual, as a share of the advantages, at which a form of them is accepted
-KINDS = {"k1": "reverse", "k3": "k3", "abs": "sign"}
-"""What the advantages hold -> the class of the KL."""
+KINDS = {"k1": "reverse", "k3": "k3", "abs": "sign"}  # what the advantages hold -> the class of the KL
 LOGPROBS = ("policy_logprobs", "ref_logprobs", "old_logprobs", "sampler_logprobs")
 
 
@@ -121,11 +116,16 @@ def _per_token(t: Tokens, a: Array) -> AdvantageForm:
     }
     y = a - t.average(a)
     for name, kl in forms.items():
-        x = kl - t.average(kl)
-        slope = float(x @ y / max(x @ x, 1e-300))
-        if np.any(np.abs(x) > 1e-12) and np.abs(y - slope * x).max() <= EXPLAINED * np.abs(y).max():
+        if slope := proportional(y, kl - t.average(kl)):
             return AdvantageForm(name, True, -slope, KINDS[name.partition(" ")[0]])
     return AdvantageForm("one per token")
+
+
+def proportional(y: Array, x: Array) -> float:
+    """The factor between two series; 0 where they are not proportional, or x is constant."""
+    slope = float(x @ y / max(x @ x, 1e-300))
+    varies = np.ptp(x) > max(1e-12, 1e-3 * np.abs(x).max())
+    return slope if varies and np.abs(y - slope * x).max() <= EXPLAINED * np.abs(y).max() else 0.0
 
 
 def _per_completion(t: Tokens, a: Array, rewards: Array, group: Any) -> AdvantageForm:
@@ -150,10 +150,7 @@ def _per_completion(t: Tokens, a: Array, rewards: Array, group: Any) -> Advantag
 
 
 def _form_of(a: Array, rewards: Array, kl: Array | None, rows: Any) -> tuple[str | None, float | None]:
-    """Whether advantages are a multiple of the rewards (minus a KL), centred in each row; and the KL's beta.
-
-    A multiple that differs between rows is a z-score: the beta has to be the same in all of them.
-    """
+    """The form of advantages that are rewards (minus a KL), centred in each row and scaled; and the KL's one beta."""
     count, named = np.bincount(rows), (a, rewards) if kl is None else (a, rewards, -kl)
     y, *columns = (x - (np.bincount(rows, weights=x) / count)[rows] for x in named)
     each_row = [rows == row for row in np.unique(rows)]
@@ -171,11 +168,9 @@ def _form_of(a: Array, rewards: Array, kl: Array | None, rows: Any) -> tuple[str
 
 
 def _without_kl(t: Tokens, a: Array) -> bool:
-    """Whether advantages cannot hold a KL: all values are shared by completions with other KLs, or are round numbers.
-
-    Ranks hold a KL and look alike: evenly spaced values, each as often as any other.
-    """
+    """Whether advantages cannot hold a KL: completions with other KLs share all values, or values are round numbers."""
     values, counts = np.unique(np.round(a / np.abs(a).max(), 6), return_counts=True)
+    # ranks may hold a KL: they are evenly spaced, each as often as any other
     uneven = values.size > 2 and np.ptp(np.diff(values)) > 1e-4 and np.abs(a).max() > 0.01
     if uneven and np.abs(a - np.round(a, 3)).max() < 2e-7 * max(1.0, np.abs(a).max()):
         return True

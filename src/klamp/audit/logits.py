@@ -18,6 +18,7 @@ from torch import Tensor
 from klamp.audit.capture import Array, Tokens, roundoff
 from klamp.audit.conclude import judge_kinds, off_mask
 from klamp.audit.fit import explain
+from klamp.audit.inputs import proportional
 from klamp.audit.verdict import CheckFinding, Verdict, finding
 from klamp.errors import ConfigError, ShapeError, TensorError
 
@@ -54,13 +55,14 @@ def check_logits(
         if any(x.kind in DIVERGENCES and x.head == "full" for x in shifted):
             judged = [finding("shift", what=f"the student is compared with the teacher's {where} position")]
     count, width = positions.student.shape
+    not_checked = {"other micro-batches": ""} | ({} if ids is not None else {"sampled terms": "pass ids"})
     return Verdict.of(
         [*findings, *judged],
         summary=f"{int(trained.sum())} trained positions, {count} looked at, vocabulary {width}",
         found=_described(forms[0]) if forms else "",
         kl=kl,
         mean=mean_of(forms[0], positions) if forms else None,
-        not_checked={"other micro-batches": ""} | ({} if ids is not None else {"sampled terms": "pass ids"}),
+        not_checked=not_checked,
     )
 
 
@@ -105,24 +107,11 @@ class Positions:
             where = tuple(x[inside] for x in where)
             of_teacher = where[0], where[1] - shift
         width = min(logits.shape[-1], teacher.shape[-1])
-        tokens = None if ids is None else np.asarray(torch.as_tensor(ids).detach().cpu())[where].astype(int)
-        student, other, slope = (
-            _array(x, at)[:, :width] for x, at in ((logits, where), (teacher, of_teacher), (gradient, where))
-        )
-        eps, tokens = roundoff(torch.finfo(logits.dtype).eps), None if tokens is None else np.clip(tokens, 0, width - 1)
-        return cls(
-            gradient=slope, student=student, teacher=other, ids=tokens, eps=eps, trained=trained, where=where, **facts
-        )
-
-    @property
-    def row(self) -> Array:
-        """The sequence of each position, [N]."""
-        return np.unique(self.where[0], return_inverse=True)[1]
-
-    @property
-    def lengths(self) -> Array | None:
-        """The number of trained positions of each position's sequence, [N]; None: the positions have no sequences."""
-        return self.trained.sum(1)[self.where[0]] if len(self.where) == 2 else None
+        sources = {"gradient": (gradient, where), "student": (logits, where), "teacher": (teacher, of_teacher)}
+        arrays = {name: _array(x, at)[:, :width] for name, (x, at) in sources.items()}
+        tokens = None if ids is None else _array(torch.as_tensor(ids), where).astype(int).clip(0, width - 1)
+        facts["eps"] = roundoff(torch.finfo(logits.dtype).eps)
+        return cls(**arrays, ids=tokens, trained=trained, where=where, **facts)
 
 
 def _spread(places: Array, count: int) -> Array:
@@ -169,12 +158,13 @@ def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[Chec
     log_s, log_t = (log_softmax(x / t) for x, t in zip((p.student, p.teacher), best.temperatures, strict=True))
     rows = np.arange(len(ids))
     policy, teacher = log_s[rows, ids], log_t[rows, ids]
-    t = Tokens(gradient=best.scale, policy=policy, ref=teacher, row=p.row, eps=max(p.eps, 1e-6))
+    sequences = np.unique(p.where[0], return_inverse=True)[1]
+    t = Tokens(gradient=best.scale, policy=policy, ref=teacher, row=sequences, eps=max(p.eps, 1e-6))
     explained = explain(t)
     if explained.stage in ("unknown", "free"):
         s, tail = np.exp(policy), np.log1p(-np.minimum(np.exp(policy), 1 - 1e-12))
         bucket = s * (policy - teacher - tail + np.log1p(-np.minimum(np.exp(teacher), 1 - 1e-12)))
-        if _proportional(best.scale, bucket) > 0:
+        if proportional(best.scale, bucket) > 0:
             return "reverse", [finding("head-bucket", size=1)]
         if name := _prefix_kl(best.scale, log_s, log_t):
             what = f"the {name} of a position is a factor of the score, the same whatever token was sampled"
@@ -186,24 +176,18 @@ def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[Chec
     return judge_kinds(kinds, sign, means)
 
 
-def _proportional(y: Array, x: Array) -> float:
-    """The factor between two series; 0 where they are not proportional."""
-    slope = float(x @ y / max(x @ x, 1e-300))
-    return slope if np.abs(y - slope * x).max() < 1e-3 * np.abs(y).max() and np.ptp(x) > 1e-3 * np.abs(x).max() else 0.0
-
-
 def _prefix_kl(scale: Array, log_s: Array, log_t: Array) -> str:
     """The KL over a prefix's vocabulary, or over a head of it, that a coefficient of the score is proportional to."""
     for name, log_p, log_q in (("reverse KL", log_s, log_t), ("forward KL", log_t, log_s)):
         terms = np.exp(log_p) * (log_p - log_q)
-        if _proportional(scale, terms.sum(1)):
+        if proportional(scale, terms.sum(1)):
             return name
         for log_head, whose in ((log_t, "teacher's"), (log_s, "student's")):
             best = np.argsort(-log_head, axis=1)[:, :128]
             part, p, q = (np.take_along_axis(x, best, 1).cumsum(1) for x in (terms, np.exp(log_p), np.exp(log_q)))
             # as it is; with renormalised weights; with both sides renormalised
             forms = (part, part / p, part / p - np.log(p / q))
-            if any(_proportional(scale, x[:, k]) for x in forms for k in range(x.shape[1] - 1)):
+            if any(proportional(scale, x[:, k]) for x in forms for k in range(x.shape[1] - 1)):
                 return f"{name} over the {whose} head"
     return ""
 
@@ -298,7 +282,6 @@ class Divergence(NamedTuple):
 
 
 def log_softmax(x: Array) -> Array:
-    """Logarithms of softmax over the last dimension."""
     y = x - x.max(-1, keepdims=True)
     return y - np.log(np.exp(y).sum(-1, keepdims=True))
 
@@ -321,9 +304,9 @@ def explain_logits(p: Positions) -> list[Divergence]:
 
 def mean_of(best: Divergence, p: Positions) -> str | None:
     """What the coefficients of the positions are those of: a mean over tokens, or over sequences; None: neither."""
-    if best.kind in ("none", "sampled") or p.lengths is None:
+    if best.kind in ("none", "sampled") or len(p.where) != 2:
         return None
-    means = {"token": best.scale, "sequence": best.scale * p.lengths}
+    means = {"token": best.scale, "sequence": best.scale * p.trained.sum(1)[p.where[0]]}
     return next((name for name, x in means.items() if np.ptp(x) <= 0.01 * np.abs(x).max()), None)
 
 

@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from traceback import walk_stack
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,6 @@ from klamp.audit.logits import beside, check_logits, not_computed_from, reproduc
 from klamp.audit.verdict import Verdict, finding
 from klamp.errors import ConfigError, KLWarning, ShapeError, TensorError
 
-Numbers: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[float]"
-
 _VERDICTS: dict[Any, tuple[int, Verdict]] = {}  # call site -> the number of calls, the first verdict that answers
 _TAPPED: list[Tensor] = []
 
@@ -37,20 +36,16 @@ class Watched(NamedTuple):
 
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
-    old_logprobs: Tensor | None = None
 
 
-def watch(
-    *, ref_logprobs: Tensor | None = None, advantages: Tensor | None = None, old_logprobs: Tensor | None = None
-) -> Watched:
+def watch(*, ref_logprobs: Tensor | None = None, advantages: Tensor | None = None) -> Watched:
     """Return the same numbers as tensors that record what the loss does with them.
 
     Compute the loss from them and pass the result as `klamp.check(..., watched=...)`: the policy loss's part of the
     gradient is then exact, whatever the surrogate, and a shift inside the loss or a detached KL is certain.
     Shapes and numbers stay as they are; the loss's gradient in the policy does too.
     """
-    tensors = ref_logprobs, advantages, old_logprobs
-    copies = [None if x is None else x.detach().clone().requires_grad_() for x in tensors]
+    copies = [None if x is None else x.detach().clone().requires_grad_() for x in (ref_logprobs, advantages)]
     for copy in copies:
         if copy is not None:
             copy.recorded_by_klamp = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -71,8 +66,8 @@ def check(  # noqa: PLR0913
     ref_logprobs: Tensor | Sequence[Tensor] | None = None,
     old_logprobs: Tensor | Sequence[Tensor] | None = None,
     sampler_logprobs: Tensor | Sequence[Tensor] | None = None,
-    advantages: Numbers | None = None,
-    rewards: Numbers | None = None,
+    advantages: Tensor | Sequence[Tensor] | Sequence[float] | None = None,
+    rewards: Tensor | Sequence[Tensor] | Sequence[float] | None = None,
     beta: float | None = None,
     means: Literal["reverse", "forward", "js"] = "reverse",
     baseline: Tensor | float | None = None,
@@ -175,8 +170,8 @@ def _once(key: Any, compute: Callable[[], Verdict]) -> Verdict:
     calls += 1
     if earlier is not None and (earlier.ok is not None or calls & (calls - 1)):
         _VERDICTS[key] = calls, earlier
-        text = [earlier.summary] * bool(earlier.summary) + ["of an earlier call here (once=False checks each call)"]
-        return replace(earlier, summary=", ".join(text))
+        again = "of an earlier call here (once=False checks each call)"
+        return replace(earlier, summary=", ".join(filter(None, (earlier.summary, again))))
     verdict = compute()
     if key is not None:
         _VERDICTS[key] = calls, verdict
@@ -187,14 +182,13 @@ def _once(key: Any, compute: Callable[[], Verdict]) -> Verdict:
 
 def _key(loss: Tensor) -> Any:
     """The call site outside of klamp and the nearest operations of the loss: the same in each step of a loop."""
-    frame = sys._getframe(2)
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("klamp."):
-        frame = frame.f_back
+    frames = (x for x, _ in walk_stack(sys._getframe()) if not str(x.f_globals.get("__name__")).startswith("klamp."))
+    frame = next(frames, None)
     layer, layers = [loss.grad_fn], list[Any]()
     for _ in range(12):
         layer = [parent for node in layer if node is not None for parent, _ in node.next_functions][:64]
         layers.append(tuple("-" if node is None else type(node).__name__ for node in layer))
-    return ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno), tuple(layers)
+    return frame and (frame.f_code.co_filename, frame.f_lineno), tuple(layers)
 
 
 FACTS = ("means", "clip", "kl_in", "group_size", "pad", "eos", "temperature", "host")
@@ -275,10 +269,12 @@ class _Batch:
         self._add(name, whole if self.is_list else whole[0])
         self.arrays[name] /= self.call.loss_scale
 
-    def _gradient(self, y: Tensor, *, create_graph: bool = False) -> Sequence[Tensor | None]:
+    def _gradient(self, y: Tensor, x: Tensor | None = None, *, create_graph: bool = False) -> Sequence[Tensor | None]:
+        """The gradient in x, or in the log-probabilities; None where y does not depend on them."""
+        inputs = self.inputs if x is None else [x]
         if not y.requires_grad:
-            return [None] * len(self.inputs)
-        return torch.autograd.grad(y, self.inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)
+            return [None] * len(inputs)
+        return torch.autograd.grad(y, inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)
 
     def _higher(self, *, near: bool) -> None:
         """The second and third derivative near the reference; of a watched loss what advantages and reference do."""
@@ -295,17 +291,14 @@ class _Batch:
 
     def _watched(self, total: Tensor, watched: Watched) -> None:
         """The advantages' part of the gradient, and whether the reference is in the loss's value alone."""
-
-        def through(x: Tensor, y: Tensor, *, create_graph: bool = False) -> Tensor | None:
-            return torch.autograd.grad(y, x, retain_graph=True, create_graph=create_graph, allow_unused=True)[0]
-
-        if (a := watched.advantages) is not None and (slope := through(a, self.loss, create_graph=True)) is not None:
+        a, ref = watched.advantages, watched.ref_logprobs
+        if a is not None and (slope := self._gradient(self.loss, a, create_graph=True)[0]) is not None:
             push = self._gradient((slope * a.detach()).sum())  # exact for whatever is linear in the advantages
             if any(x is not None and x.any() for x in push):
                 self._store("policy_part", push)
-        if (ref := watched.ref_logprobs) is not None and not self.is_list:
-            used = [x is not None and bool(x.any()) for x in (through(ref, self.loss), through(ref, total))]
-            self.facts["ref_detached"] = used == [True, False]
+        if ref is not None and not self.is_list:
+            slopes = [self._gradient(y, ref)[0] for y in (self.loss, total)]
+            self.facts["ref_detached"] = [x is not None and bool(x.any()) for x in slopes] == [True, False]
 
     def compare_logits(self, other: Tensor | None) -> None:
         """Do the log-probabilities follow from the logits; and which divergence passes beside them?"""
@@ -313,8 +306,7 @@ class _Batch:
         if logits is None:
             return
         if "ids" not in self.arrays:
-            why = "a log-probability is that of one id"
-            raise ConfigError("logits need the tokens", got="ids=None", why=why, fix="pass ids=")
+            raise ConfigError("logits need the tokens", got="ids=None", why="each place has one id", fix="pass ids=")
         self.facts["logits_seen"] = True
         self.facts["findings"] += map(vars, reproduce(self.arrays, logits, other, temperature))
         if other is not None and self.facts["around"] and logits.requires_grad and not self.is_list:

@@ -12,20 +12,16 @@ Example: TypeAlias = Sequence[Mapping[str, Any]] | tuple[str, str]
 """Messages that end with the assistant's answer, or the texts of prompt and answer."""
 Ids: TypeAlias = list[int] | None
 
-SHOWN = 40
-"""Characters, or ids, that a finding shows."""
+SHOWN = 40  # characters, or ids, that a finding shows
+TAIL = 2  # tokens that a chat template may write after the end token
 PROBE = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
 """A conversation that shows how a chat template writes a prompt and ends an answer."""
-TAIL = 2
-"""Tokens that a chat template may write after the end token."""
 OPEN = {
     "example": "chat templates, ids of the answer, round trip",
     "policy_ids": "what the policy is trained on",
     "teacher_ids": "what the teacher receives",
     "prompt_lengths": "where the prompts are cut off",
     "end_ids": "where generation stops",
-    "vocabulary_sizes": "the numbers of logits",
-    "context_lengths": "the numbers of positions",
 }
 """An argument of `check_pair` -> what cannot be checked without it."""
 
@@ -40,8 +36,6 @@ def check_pair(
     teacher_ids: Iterable[int] | None = None,
     prompt_lengths: tuple[int, int] | None = None,
     end_ids: tuple[Any, Any] | None = None,
-    vocabulary_sizes: tuple[int, int] | None = None,
-    context_lengths: tuple[int, int] | None = None,
     template_options: Mapping[str, Any] | None = None,
     who: Literal["teacher", "reference"] = "teacher",
 ) -> Verdict:
@@ -58,8 +52,6 @@ def check_pair(
         teacher_ids: the ids that the teacher receives.
         prompt_lengths: how many ids the trainer cuts off as the prompt.
         end_ids: the id or ids at which generation stops; None: each tokenizer's end token.
-        vocabulary_sizes: the number of logits of each model.
-        context_lengths: the number of positions of each model.
         template_options: arguments of both chat templates, such as `{"enable_thinking": False}`.
         who: a reference receives the policy's prompt, so its own chat template is not checked.
 
@@ -73,14 +65,11 @@ def check_pair(
     answer, end = policy.split()
     prompts = policy.prompt(answer), anchor.prompt(answer)
     used = {*(policy.sent or ()), *(answer or ()), *policy.ends}
-    findings = [*_vocabularies(policy, anchor, used, vocabulary_sizes), *_ends(policy, anchor, end)]
+    findings = [*_vocabularies(policy, anchor, used), *_ends(policy, anchor, end)]
     if answer:
         findings += [*_answers(policy, anchor, answer), *_cuts(policy, anchor, prompts)]
     elif answer is None and passed & {"example", "policy_ids"}:
         findings.append(finding("not-encoded"))
-    for side, prompt, limit in zip((policy, anchor), prompts, context_lengths or (), strict=False):
-        if (length := len(side.sent or [*(prompt or ()), *(answer or ())])) > limit:
-            findings.append(finding("too-long", who=side.name, length=length, limit=limit))
     if who == "teacher" and example and not isinstance(example[-1], str):
         findings += _templates(policy, anchor, prompts, hinted=teacher_example is not None)
     missing = {what: f"pass {name}" for name, what in OPEN.items() if name not in passed}
@@ -90,7 +79,7 @@ def check_pair(
     return Verdict.of(findings, summary=summary, not_checked=missing)
 
 
-def _vocabularies(policy: Side, anchor: Side, used: set[int], sizes: Any) -> Iterator[CheckFinding]:
+def _vocabularies(policy: Side, anchor: Side, used: set[int]) -> Iterator[CheckFinding]:
     own, other, who, names = policy.vocabulary, anchor.vocabulary, anchor.name, anchor.names
     differ = sorted(token for token, i in own.items() if other.get(token) != i)
     clash = {own[token] for token in differ if token in other or own[token] in names}
@@ -101,11 +90,10 @@ def _vocabularies(policy: Side, anchor: Side, used: set[int], sizes: Any) -> Ite
         level: Level = "warning" if clash <= added and i not in used else "wrong"
         words = {"ours": policy.words([i]), "theirs": anchor.words([i])}
         yield finding("other-tokenizer", level, who=who, id=i, **words, **counts)
-    elif len(own) != len(other) or len({*(sizes or ())}) > 1:
-        yield finding("extra-tokens", who=who, sizes=sizes, **counts)
-    size = max(names, default=-1) + 1 if sizes is None else sizes[1]
-    if outside := sorted(i for i in used if i not in names or i >= size):
-        yield finding("ids-outside", who=who, count=len(outside), ids=outside[:SHOWN], size=size)
+    elif len(own) != len(other):
+        yield finding("extra-tokens", who=who, **counts)
+    if outside := sorted(used - {*names}):
+        yield finding("ids-outside", who=who, count=len(outside), ids=outside[:SHOWN])
 
 
 def _ends(policy: Side, anchor: Side, end: int | None) -> Iterator[CheckFinding]:

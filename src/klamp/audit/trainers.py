@@ -1,19 +1,17 @@
 """The losses of installed trainers, computed by the trainers' own code on a drawn batch: one function per host.
 
-A host's loss at beta 1 less the loss at beta 0, advantages 0, is its KL part. TRL's trainers are made without their
-constructors, which would load models: `stand_in` has what the loss reads, and answers for logits and log-probabilities.
+A host's loss at beta 1 less the loss at beta 0, advantages 0, is its KL part. `stand_in` makes TRL's trainers without
+models: it has what the loss reads, and answers for logits and log-probabilities.
 """
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
 import pkgutil
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +21,6 @@ from torch import Tensor
 
 from klamp.audit.examine import PROMPT, AuditedLoss, Sequences, Subject, of_beta
 
-FLOAT32 = "Log-probabilities reach the KL in float32, whatever the model's type."
-
 
 def _marked(option: str, value: object, default: object) -> str:
     """An option with its value, marked where that is the default: `loss_type=dapo (default)`."""
@@ -32,21 +28,19 @@ def _marked(option: str, value: object, default: object) -> str:
 
 
 def _defaults(config: type) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(config)}
+    return {name: x.default for name, x in inspect.signature(config).parameters.items()}
 
 
-def _grpo_losses(loss: Callable[..., Tensor], defaults: Mapping[str, Any]) -> Iterator[AuditedLoss]:
+def _grpo_losses(loss: Callable[..., Tensor], defaults: Mapping[str, Any]) -> list[AuditedLoss]:
     """A loss of (beta, policy, ref, old, mask) with the options of TRL's GRPO: one for each that changes the KL."""
 
     def kl_part(*inputs: Tensor, **options: Any) -> Tensor:
         return loss(1.0, *inputs, loss_type="grpo", **options) - loss(0.0, *inputs, loss_type="grpo", **options)
 
     option, default = "use_bias_correction_kl", bool(defaults["use_bias_correction_kl"])
-    for corrected in (default, not default):
-        compute = functools.partial(kl_part, **{option: corrected})
-        yield AuditedLoss(name=_marked(option, corrected, default), compute=compute)
-    compute = functools.partial(kl_part, importance_sampling_level="sequence", **{option: True})
-    yield AuditedLoss(name="sequence-level ratio, bias correction", compute=compute)
+    rows: dict[str, dict[str, Any]] = {_marked(option, x, default): {option: x} for x in (default, not default)}
+    rows["sequence-level ratio, bias correction"] = {option: True, "importance_sampling_level": "sequence"}
+    return [AuditedLoss(name=name, compute=partial(kl_part, **options)) for name, options in rows.items()]
 
 
 def trl() -> Subject:
@@ -55,9 +49,9 @@ def trl() -> Subject:
 
     defaults = _defaults(trl.GRPOConfig)
     beta = f"beta is {defaults['beta']:g} by default: without beta= there is no KL and no reference."
-    losses = [*_grpo_losses(_trl_grpo, defaults)]
+    losses = _grpo_losses(_trl_grpo, defaults)
     losses += [_trl_distillation(path, options) for path, choices in CHOICES.items() for options in choices]
-    return Subject(title=f"trl {trl.__version__}, GRPOTrainer", losses=tuple(losses), notes=(beta, FLOAT32))
+    return Subject(title=f"trl {trl.__version__}, GRPOTrainer", losses=tuple(losses), notes=(beta,))
 
 
 def stand_in(path: str, **options: Any) -> Any:
@@ -139,7 +133,7 @@ def _trl_loss(trainer: Any, batch: Sequences) -> Tensor:
         "labels": batch.tokens.masked_fill(~batch.mask, -100),
     }
     trainer.teacher_model = FixedLogits(batch.teacher)
-    trainer.teacher_client = SimpleNamespace(get_sequence_logprobs=functools.partial(_served, batch.teacher))
+    trainer.teacher_client = SimpleNamespace(get_sequence_logprobs=partial(_served, batch.teacher))
     loss = trainer.compute_loss(FixedLogits(batch.student), inputs, num_items_in_batch=batch.mask.sum())
     return loss[0] if isinstance(loss, tuple) else loss
 
@@ -181,22 +175,15 @@ def liger() -> Subject:
     """The chunked GRPO loss, which has the options of TRL's, and the fused JSD."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
 
-    defaults, jsd = (
-        {name: x.default for name, x in inspect.signature(loss).parameters.items()}
-        for loss in (LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss)
-    )
-    notes = (
-        f"beta is {defaults['beta']:g} by default; without a reference model it compares the policy with itself.",
-        FLOAT32,
-        "Its Triton kernels of the same losses need a GPU and are not audited.",
-    )
-    losses = [*_grpo_losses(_liger_grpo, defaults)]
+    defaults, jsd = _defaults(LigerFusedLinearGRPOLoss), _defaults(LigerFusedLinearJSDLoss)
+    losses = _grpo_losses(_liger_grpo, defaults)
     for beta in (0.5, 0.0, 1.0):
-        name = f"LigerFusedLinearJSDLoss, {_marked('beta', beta, jsd['beta'])}"
-        compute = functools.partial(_liger_jsd, beta=beta)
+        name, compute = f"LigerFusedLinearJSDLoss, {_marked('beta', beta, jsd['beta'])}", partial(_liger_jsd, beta=beta)
         losses.append(AuditedLoss(name=name, compute=compute, takes="sequences", means=of_beta(beta)))
     title = f"liger-kernel {version('liger-kernel')}, LigerFusedLinearGRPOLoss"
-    return Subject(title=title, losses=tuple(losses), notes=notes)
+    note = f"beta is {defaults['beta']:g} by default; without a reference model it compares the policy with itself."
+    triton = "Its Triton kernels of the same losses need a GPU and are not audited."
+    return Subject(title=title, losses=tuple(losses), notes=(note, triton))
 
 
 def _liger_grpo(beta: float, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
@@ -222,17 +209,16 @@ def _liger_jsd(batch: Sequences, beta: float) -> Tensor:
 
 
 def torchrl() -> Subject:
-    """`GRPOLoss`, the k3 estimate that it publishes, the KL in the reward, and `DistillationLoss`."""
+    """`GRPOLoss`, the k3 estimate that it publishes, and `DistillationLoss`."""
     from torchrl.objectives.llm import GRPOLoss, k3_kl_token_estimate
 
-    note = f"kl_to_ref_coeff is {GRPOLoss(None).kl_to_ref_coeff} by default: without it there is no KL in the loss."
     rows: tuple[tuple[str, Any, Callable[..., Tensor]], ...] = (
         ("GRPOLoss, kl_to_ref_coeff", "logprobs", torchrl_kl),
         ("k3_kl_token_estimate(ref, policy)", "function", lambda policy, ref: k3_kl_token_estimate(ref, policy)),
-        ("KLComputation, in the reward", "reward", torchrl_reward_kl),
         ("DistillationLoss, kl_direction=reverse (default)", "sequences", _torchrl_distillation),
     )
     losses = tuple(AuditedLoss(name=name, takes=takes, compute=compute) for name, takes, compute in rows)
+    note = f"kl_to_ref_coeff is {GRPOLoss(None).kl_to_ref_coeff} by default: without it there is no KL in the loss."
     return Subject(title=f"torchrl {version('torchrl')}, GRPOLoss", losses=losses, notes=(note,))
 
 
@@ -270,59 +256,22 @@ def _torchrl_distillation(batch: Sequences) -> Tensor:
     return loss(lazy_stack(rows)).loss_distill
 
 
-def torchrl_reward_kl(policy: Tensor, ref: Tensor) -> Tensor:
-    """What `KLComputation` takes from the reward of each token at coefficient 1."""
-    from tensordict import TensorDict
-    from torchrl.envs.llm.transforms.kl import KLComputation
-
-    with warnings.catch_warnings(action="ignore"):  # nested tensors call themselves a prototype
-        rewards = torch.nested.as_nested_tensor(list(torch.zeros_like(policy)[..., None]), layout=torch.strided)
-    scores, size = {"log_probs": {"full": policy.detach()}, "ref_log_probs": {"full": ref}}, [len(policy)]
-    step = TensorDict({**scores, "reward": rewards}, batch_size=size)
-    done = KLComputation(coeff=1.0)(TensorDict({"next": step}, batch_size=size))
-    return -torch.stack([*done["next", "reward"].unbind()])[..., 0]
-
-
 VERL_LOSSES = ("low_var_kl (k3)", "kl (k1)", "abs", "mse (k2)", "low_var_kl+ (k3+)", "kl+ (k1+)", "abs+", "full")
-VERL_REWARDS = ("kl (k1)", "abs", "mse (k2)", "low_var_kl (k3)")
-"""The types of a KL, each with its other name."""
+VERL_REWARDS = ("kl (k1)", "abs", "mse (k2)", "low_var_kl (k3)")  # each type with its other name
 
 
 def verl() -> Subject:
-    """Every `kl_loss_type` of the `kl_penalty` that `ppo_loss` calls, and every type of `apply_kl_penalty`."""
-    import verl.trainer.ppo.ray_trainer  # noqa: F401  (here, where what it says of missing engines is kept quiet)
+    """Every type of `kl_penalty`, which `ppo_loss` calls for a loss and `apply_kl_penalty` for a reward."""
     from verl.workers.config import ActorConfig
     from verl.workers.utils import losses
 
-    def loss(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
-        return losses.kl_penalty(logprob=policy, ref_logprob=ref, kl_penalty=kind)
+    def kl(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
+        return losses.kl_penalty(logprob=policy, ref_logprob=ref, kl_penalty=kind.partition(" ")[0])
 
     options = _defaults(ActorConfig)
     default = next(name for name in VERL_LOSSES if name.split()[0] == options["kl_loss_type"])
-    rows: list[tuple[str, Callable[..., Tensor], Any, str]] = []
-    rows += [(_marked("kl_loss_type", x, default), loss, "function", x) for x in VERL_LOSSES]
-    rows += [(f"in the reward, kl_penalty={x}", verl_reward_kl, "reward", x) for x in VERL_REWARDS]
-    return Subject(
-        title=f"verl {version('verl')}, ppo_loss and apply_kl_penalty",
-        losses=tuple(
-            AuditedLoss(name=name, takes=takes, compute=functools.partial(compute, kind=x.split()[0]))
-            for name, compute, takes, x in rows
-        ),
-        notes=(f"use_kl_loss is {options['use_kl_loss']} by default: without it there is no KL in the loss.",),
-    )
-
-
-def verl_reward_kl(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
-    """The number that verl's `apply_kl_penalty` takes from each token's reward at coefficient 1, without gradient."""
-    from verl import DataProto
-    from verl.trainer.ppo.core_algos import FixedKLController
-    from verl.trainer.ppo.ray_trainer import apply_kl_penalty
-
-    tensors = {
-        "response_mask": torch.ones_like(policy, dtype=torch.long),
-        "token_level_scores": torch.zeros_like(policy),
-        "old_log_probs": policy.detach(),
-        "ref_log_prob": ref,
-    }
-    data, _ = apply_kl_penalty(DataProto.from_dict(tensors=tensors), FixedKLController(1.0), kl_penalty=kind)
-    return -data.batch["token_level_rewards"]
+    rows: list[tuple[str, Any, str]] = [(_marked("kl_loss_type", x, default), "function", x) for x in VERL_LOSSES]
+    rows += [(f"in the reward, kl_penalty={x}", "reward", x) for x in VERL_REWARDS]
+    audited = tuple(AuditedLoss(name=name, takes=takes, compute=partial(kl, kind=x)) for name, takes, x in rows)
+    note = f"use_kl_loss is {options['use_kl_loss']} by default: without it there is no KL in the loss."
+    return Subject(title=f"verl {version('verl')}, ppo_loss and apply_kl_penalty", losses=audited, notes=(note,))

@@ -1,10 +1,4 @@
-"""What `klamp.check` answers: a verdict, and the findings that it rests on. Plain data; loads no torch.
-
-    ok      True: nothing wrong in the inputs that were passed. False: something is wrong. None: cannot tell.
-    level   wrong | warning | note, of one finding; `cannot tell` marks a question that stayed open.
-
-Exit codes of `klamp check` and `klamp audit`: 0 sound, 1 wrong, 2 wrong usage or file, 3 cannot tell.
-"""
+"""What `klamp.check` answers: a verdict, and the findings that it rests on. Plain data; loads no torch."""
 
 from __future__ import annotations
 
@@ -20,12 +14,9 @@ from klamp.errors import KlampError
 SCHEMA = "klamp.check/1"
 Level: TypeAlias = Literal["wrong", "cannot tell", "warning", "note"]
 
-LEVELS: tuple[Level, ...] = get_args(Level)
-"""Worst first: the order in which findings are printed."""
-EXIT_CODES: dict[bool | None, int] = {False: 1, None: 3, True: 0}
-"""`Verdict.ok` -> exit code, the worst first."""
-ANSWERS: dict[bool | None, str] = {True: "sound", False: "WRONG", None: "cannot tell"}
-"""`Verdict.ok` in words."""
+LEVELS: tuple[Level, ...] = get_args(Level)  # the worst first: the order in which findings are printed
+EXIT_CODES: dict[bool | None, int] = {False: 1, None: 3, True: 0}  # the worst first; 2: wrong usage or file
+ANSWERS: dict[bool | None, str] = {True: "sound", False: "WRONG", None: "cannot tell"}  # `Verdict.ok` in words
 
 
 class WrongKL(KlampError, ValueError):
@@ -37,7 +28,7 @@ class CheckFinding:
     """One fact about a loss or about a pair of tokenizers."""
 
     code: str  # a short name that does not change between versions, such as `kl-forward`
-    level: Level
+    level: Level  # `cannot tell`: a question that stayed open
     what: str  # the fact, in one sentence
     evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the numbers behind it
     fix: str = ""  # what to change
@@ -48,30 +39,18 @@ class Verdict:
     """Is the KL right? Covers only the inputs that were passed.
 
     `print(verdict)` shows it, `to_json` returns it as text, `raise_if_wrong` turns it into an error.
-
-    Attributes:
-        ok: True: nothing wrong in what was looked at. False: something is wrong. None: cannot tell.
-        findings: The worst first.
-        summary: What was looked at: tokens, completions, data type, size of the log-ratio.
-        found: The loss that explains the gradient.
-        kl: Which gradient the KL has: reverse, forward, zero, away, swapped, sign, step, neither, none, unknown.
-        beta: Coefficient of the KL relative to the policy loss; None: not known.
-        surrogate: The policy loss: 1, ratio, ppo_clip(...), ...; None: not known.
-        mean: What both terms are a mean over: token or sequence; `A; KL B` where they differ; None: not known.
-        beta_seen: The smallest beta that would have stood out of the rounding.
-        not_checked: What the inputs did not allow to check -> which argument would.
     """
 
-    ok: bool | None
-    findings: tuple[CheckFinding, ...] = ()
-    summary: str = ""
-    found: str = ""
-    kl: str | None = None
-    beta: float | None = None
-    surrogate: str | None = None
-    mean: str | None = None
-    beta_seen: float | None = None
-    not_checked: Mapping[str, str] = field(default_factory=dict[str, str])
+    ok: bool | None  # True: nothing wrong in what was looked at. False: something is wrong. None: cannot tell.
+    findings: tuple[CheckFinding, ...] = ()  # the worst first
+    summary: str = ""  # what was looked at: tokens, completions, data type, size of the log-ratio
+    found: str = ""  # the loss that explains the gradient
+    kl: str | None = None  # its gradient: reverse, forward, zero, away, swapped, sign, step, neither, none, unknown
+    beta: float | None = None  # coefficient of the KL relative to the policy loss; None: not known
+    surrogate: str | None = None  # the policy loss: 1, ratio, ppo_clip(...), ...; None: not known
+    mean: str | None = None  # both terms are a mean over: token or sequence; `A; KL B` if they differ; None: not known
+    beta_seen: float | None = None  # the smallest beta that would have stood out of the rounding
+    not_checked: Mapping[str, str] = field(default_factory=dict[str, str])  # what was not -> the argument it needs
 
     @classmethod
     def of(cls, findings: Sequence[CheckFinding], **parts: Any) -> Verdict:

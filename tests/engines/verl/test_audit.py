@@ -8,9 +8,11 @@ from tests.engines.documented import assert_documented
 from tests.engines.enumeration import assert_follows, expected_loss, make_world
 from tests.engines.verl.actor import Step, actor_loss
 from torch import Tensor
+from verl import DataProto
+from verl.trainer.ppo.core_algos import FixedKLController
+from verl.trainer.ppo.ray_trainer import apply_kl_penalty
 
 from klamp.audit import load_subject
-from klamp.audit.trainers import verl_reward_kl as reward_kl
 
 
 def kl_part(policy: Tensor, ref: Tensor, **options: object) -> Tensor:
@@ -59,12 +61,20 @@ def test_an_enumeration_of_its_own(kind: str, follows: str) -> None:
     assert_follows(gradient, follows, policy, ref)
 
 
+def reward_kl(policy: Tensor, ref: Tensor, kind: str) -> Tensor:
+    """What verl takes from each token's reward at coefficient 1."""
+    nothing, mask = torch.zeros_like(policy), torch.ones_like(policy, dtype=torch.long)
+    tensors = {"response_mask": mask, "token_level_scores": nothing, "old_log_probs": policy.detach()}
+    batch = DataProto.from_dict(tensors=tensors | {"ref_log_prob": ref})
+    return -apply_kl_penalty(batch, FixedKLController(1.0), kl_penalty=kind)[0].batch["token_level_rewards"]
+
+
 @pytest.mark.parametrize(("kind", "follows"), [("kl", "reverse"), ("mse", "none of them"), ("abs", "none of them")])
 def test_in_the_reward_only_k1_is_right(kind: str, follows: str) -> None:
     policy, ref = make_world()
 
     def loss(p: Tensor, q: Tensor, token: int) -> Tensor:
-        return reward_kl(p[token].view(1, 1), q[token].view(1, 1), kind=kind).squeeze() * p[token]
+        return reward_kl(p[token].view(1, 1), q[token].view(1, 1), kind).squeeze() * p[token]
 
     _, gradient = expected_loss(loss, policy, ref)
     assert_follows(gradient, follows, policy, ref)
