@@ -143,8 +143,11 @@ def test_a_curve_that_tensorboard_exported_is_read_where_one_says_what_it_is(tmp
     assert rows[-1].metrics == {"kl/k3": 0.005}
 
 
-def test_an_object_without_a_log_is_no_record(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.json"
+def test_a_dump_by_metric_is_a_record_and_any_other_object_is_none(tmp_path: Path) -> None:
+    file, table = tmp_path / "metrics.json", {"train/kl_penalty": {"1": 0.0, "2": 0.1}, "train/reward": {"2": 0.5}}
+    file.write_text(json.dumps(table), encoding="utf-8")
+    for path in (file, tmp_path):
+        assert [dict(row.metrics) for row in read_record(path).rows] == [{"kl/k3": 0.0}, {"kl/k3": 0.1, "reward": 0.5}]
     for other in ({"a": {"b": 1}}, {}):
         file.write_text(json.dumps(other), encoding="utf-8")
         with pytest.raises(DataError, match="no log_history"):

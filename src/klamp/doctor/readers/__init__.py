@@ -85,8 +85,9 @@ def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
         refuse_names(names, path, why=COMPUTED)
         source = "prime-rl token export" if exports else "verl rollouts"
         return rollouts.read_rollouts(exports or numbered, source=source)
-    if (path / METRICS_FILE).is_file():
-        return _read_file(path / METRICS_FILE, names)
+    for name in (METRICS_FILE, "metrics.json"):
+        if (path / name).is_file():
+            return _read_file(path / name, names)
     files = files or sorted(file for end in TEXTS for file in path.glob(f"*{end}"))
     if len(files) == 1:
         return _read_file(files[0], names)

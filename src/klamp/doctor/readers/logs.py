@@ -245,12 +245,25 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     """Read the history in a trainer_state.json."""
     state = object_in(path)
     logs = state.get("log_history")
+    if logs is None and (by_metric := _by_metric(state)):
+        return _with_metrics("table by metric", by_metric, names, path)
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
     rows = list(each_row(logs, path, flat, what="row {} of log_history is damaged"))
     others = {*STEP_NAMES} - {"step"}  # the trainer's own count, whatever else is logged
     rows = [{name: value for name, value in row.items() if name not in others or "step" not in row} for row in rows]
     return _of_rows("TRL trainer state", rows, names, path, ours=False)
+
+
+def _by_metric(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an object {metric: {step: value}}, as NeMo-RL writes its metrics.json; none of any other object."""
+    if not all(isinstance(values, dict) and all(map(str.isdigit, values)) for values in table.values()):
+        return []
+    steps = sorted({int(step) for values in table.values() for step in values})
+    return [
+        {"step": step, **{name: values[str(step)] for name, values in table.items() if str(step) in values}}
+        for step in steps
+    ]
 
 
 # --- TensorBoard ----------------------------------------------------------------------------------------------
