@@ -154,23 +154,6 @@ def test_a_teacher_that_its_gpu_cannot_hold_is_spread(folder: Path, capsys: pyte
     assert "over 4 of 6 GB, 0.5 of it for vLLM, which is likely out of memory" in text
 
 
-def test_32b_by_verl_on_eight_gpus_does_not_fit_and_sixteen_do(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Case: 65.5 GB of weights, gradients and moments, and what is gathered and sleeps beside, of 80."""
-    large = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
-    config = Qwen2Config(**large, num_key_value_heads=8, vocab_size=152_064, tie_word_embeddings=False)  # type: ignore[arg-type]
-    config.save_pretrained(folder / "seven")
-    text = " ".join(prepared("verl", capsys).split())
-    assert "of 80 GB less 65.5 (weights, gradients, Adam), 11.3 (what FSDP gathers), 2 (vLLM asleep" in text
-    assert "this is likely out of memory: take 16 GPUs in all (gpus, machines), an adapter (lora_r)" in text
-    assert (
-        "new weights for vLLM: 38 GB of a GPU at the peak" in text and "524.2 GB of each machine's own memory" in text
-    )
-    text = " ".join(prepared("verl", capsys, "--machines", "2").split())
-    assert "divided over 16 GPUs" in text and "out of memory" not in text and "tight" not in text
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [

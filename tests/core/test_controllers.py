@@ -40,7 +40,7 @@ def exactly(*values):
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_kl_that_rounding_made_negative_counts_as_0(name):
     rounded, exact = MAKERS[name](), MAKERS[name]()
-    assert rounded.update(-1e-9) == exact.update(0.0) and rounded.state == exact.state
+    assert rounded.update(-1e-7) == exact.update(0.0) and rounded.state == exact.state
 
 
 # --- held values ----------------------------------------------------------------------------------------------
@@ -133,11 +133,6 @@ def test_a_kl_that_is_nan_infinite_or_negative_is_refused_and_leaves_no_trace(na
     with pytest.raises(KlampError):
         controller.update(kl)
     assert controller.state_dict() == before
-
-
-def test_the_rounding_of_an_exact_kl_just_below_zero_counts_as_zero():
-    for name in ADAPTIVE:
-        assert MAKERS[name]().update(-1e-7) == MAKERS[name]().update(0.0)
 
 
 def test_more_steps_than_the_horizon_are_refused_since_the_factor_could_turn_negative():

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from klamp.core.estimators import ESTIMATORS, kl_estimate
 from klamp.errors import ConfigError
@@ -26,7 +24,6 @@ SLOPES = {
     "abs": lambda d: math.copysign(1.0, d),
 }
 DELTAS = (-3.0, -0.5, -0.01, 0.25, 1.0, 4.0)
-logprob32 = st.floats(-40.0, 0.0, allow_subnormal=False, width=32)
 
 
 def double(values):
@@ -53,16 +50,6 @@ def test_the_derivative_of_each_estimator_is_its_own_slope(estimator):
 
 
 # --- sign, precision, dtype -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
-@given(policy=st.lists(logprob32, min_size=1, max_size=6), data=st.data())
-@settings(deadline=None, max_examples=100)
-def test_k2_k3_and_abs_are_never_negative(estimator, policy, data):
-    ref = data.draw(st.lists(logprob32, min_size=len(policy), max_size=len(policy)))
-    for dtype in (torch.float32, torch.float64):
-        values = kl_estimate(torch.tensor(policy, dtype=dtype), torch.tensor(ref, dtype=dtype), estimator=estimator)
-        assert (values >= 0).all() and torch.isfinite(values).all()
 
 
 @pytest.mark.parametrize("exponent", range(-20, -3))

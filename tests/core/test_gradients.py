@@ -8,7 +8,6 @@ import pytest
 import torch
 from tests.batches import flat_batch, objective_of
 
-from klamp.core.estimators import kl_estimate
 from klamp.core.gradients import (
     kl_penalty,
     saturated_share,
@@ -17,7 +16,7 @@ from klamp.core.gradients import (
 )
 from klamp.core.objective import grpo_loss
 from klamp.errors import ConfigError
-from klamp.verify.oracle import NOTHING_KNOWN, examine, expected, expected_gradient
+from klamp.verify.oracle import NOTHING_KNOWN, examine, expected_gradient
 from klamp.verify.worlds import enumerate_outcomes, random_chain
 
 VALUES = ("k1", "k2", "k3", "abs")
@@ -69,18 +68,6 @@ def test_an_estimators_own_gradient(value, name, corrected):
     assert report.gradient_variance > 0.1  # of k1 it is noise, not nothing
 
 
-@pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("gradient", ["reverse", "forward"])
-def test_value_and_gradient_are_two_choices(value, gradient, corrected):
-    chain = off_policy(3) if corrected else on_policy(2)
-    report = examine(chain, penalty(value=value, gradient=gradient, corrected=corrected))
-    assert report.follows.is_exactly(gradient)
-    if not corrected:
-        plain = expected(chain, lambda y: kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator=value))
-        assert report.value == pytest.approx(plain.item(), abs=1e-14)
-
-
 @pytest.mark.parametrize("horizon", ["token", "sequence"])
 @pytest.mark.parametrize("value", VALUES)
 def test_gradient_none_is_a_value_without_a_gradient(value, horizon):
@@ -88,9 +75,6 @@ def test_gradient_none_is_a_value_without_a_gradient(value, horizon):
     assert report.follows.name == "zero"
     assert report.gradient_variance == 0.0
     assert abs(report.value) > 1e-3
-
-
-# --- tokens from somebody else ----------------------------------------------------------------------------
 
 
 # --- bounds on the weight and on the log-ratio --------------------------------------------------------------

@@ -96,13 +96,6 @@ def test_horizon_and_ratio_decide_whose_prefixes_count_and_which_gradient_follow
     assert off_policy == "token" or report.value_bias == pytest.approx(0.0, abs=1e-12)
 
 
-def test_off_policy_the_exact_kl_is_not_weighted_by_the_token_that_it_sums_over():
-    chain = random_chain(2, vocab=4, length=1, eos=None, sampler="other")
-    report = examine(chain, kl_only(KLTerm(value="exact", off_policy="sequence")))
-    assert report.value_bias == pytest.approx(0.0, abs=1e-13)
-    assert report.gradient_variance == pytest.approx(0.0, abs=1e-26)
-
-
 def kl_after_the_first_token(chain, *, frozen):
     """sum_s P(s) KL_s over the prefixes that hold a token already, with P frozen or not."""
     log_p, log_q = chain.logprobs("policy"), chain.logprobs("ref")
@@ -262,10 +255,3 @@ def test_a_token_too_far_away_for_k3_leaves_the_loss_finite_and_is_counted(clip)
     assert slope.isfinite().all() and output.loss.isfinite()
     assert output.metrics["kl/k3_saturated"] == 1 / batch.mask.sum()
     assert output.metrics["kl/k3"].isinf(), "what is measured is not bounded: a trainer stops at it"
-
-
-def test_the_exact_forward_kl_has_the_forward_gradient_at_each_prefix():
-    chain = random_chain(3, vocab=3, length=3)
-    report = examine(chain, kl_only(KLTerm(value="exact", gradient="forward")))
-    assert report.follows.is_exactly("local_forward")
-    assert report.value_bias == pytest.approx(0.0, abs=1e-13)

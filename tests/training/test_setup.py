@@ -159,13 +159,6 @@ def test_prompts_are_counted_and_measured(cached_nowhere: Path) -> None:
     assert not (cached_nowhere / "cache").exists()
 
 
-def test_a_model_of_a_folder_says_how_much_it_holds(cached_nowhere: Path) -> None:
-    model = stored(tiny_llama(), cached_nowhere / "model")
-    assert isinstance(opened(model=model, train_size=4, eval_size=1), Task)
-    with pytest.raises(DataError, match="too long"):
-        opened(model=model, train_size=4, eval_size=1, max_completion_length=10_000)
-
-
 @pytest.mark.parametrize(
     ("flat", "text"),
     [

@@ -173,10 +173,6 @@ def test_only_completions_with_a_gradient_are_run_with_one(base: Any, folder: Pa
     assert trainer._klamp.calls.learns is None
 
 
-def test_off_by_default(base: Any, folder: Path) -> None:
-    assert klamp_trainer(base, folder)._klamp.fast is None
-
-
 def test_a_model_whose_scores_are_not_trls_is_left_to_trl(
     base: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
