@@ -9,15 +9,7 @@ import pytest
 from rich.console import Console
 
 from klamp.cli.display import Display
-from klamp.cli.text import (
-    cautions_shown,
-    exit_code,
-    say,
-    show_caution,
-    show_error,
-    show_paragraph,
-    show_table,
-)
+from klamp.cli.text import cautions_shown, exit_code, say, show_caution, show_error, show_paragraph, show_table
 from klamp.config import KLWarning
 from klamp.errors import ConfigError, DataError, KlampError, ModelError, RewardError, TrainingStopped, UnknownNameError
 

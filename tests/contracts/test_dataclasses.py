@@ -14,16 +14,8 @@ CONTROLLERS = {f"{name}Controller" for name in ("Fixed", "Hold", "Step", "Propor
 CHANGED = {"KLFields", "TeacherFields", *CONTROLLERS}
 """Fields of a dataclass of TRL's, which is not frozen; and what has a state."""
 BY_ORDER = {
-    "_Field",
-    "Need",
-    "HostLimit",
-    "Numbers",
-    "Kind",
-    "Gate",
-    "KLFields",
-    "TeacherFields",
-    "FixedController",
-    "Preset",
+    *("_Field", "Need", "HostLimit", "Numbers", "Kind", "Gate", "KLFields", "TeacherFields"),
+    *("FixedController", "Preset"),
 }
 """Few fields of their own, each of another kind."""
 

@@ -8,12 +8,7 @@ import pytest
 import torch
 from tests.batches import flat_batch, objective_of
 
-from klamp.core.gradients import (
-    kl_penalty,
-    saturated_share,
-    saturation,
-    truncated_share,
-)
+from klamp.core.gradients import kl_penalty, saturated_share, saturation, truncated_share
 from klamp.core.objective import grpo_loss
 from klamp.errors import ConfigError
 from klamp.verify.oracle import NOTHING_KNOWN, examine, expected_gradient

@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from klamp.core.controllers import (
-    BetaState,
-    Controller,
-    HoldController,
-)
+from klamp.core.controllers import BetaState, Controller, HoldController
 
 TARGET = 0.05
 KLS = st.lists(st.floats(0, 1e6), max_size=40)

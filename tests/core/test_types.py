@@ -10,13 +10,7 @@ import torch
 from tests.batches import flat_batch
 
 from klamp.core.types import Batch, Scored, check_batch, check_logprobs
-from klamp.errors import (
-    DataError,
-    EmptyMaskError,
-    NonFiniteError,
-    ShapeError,
-    TensorError,
-)
+from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError, TensorError
 
 ONE = torch.zeros(1, 1)
 TRUE = torch.ones(1, 1, dtype=torch.bool)

@@ -91,15 +91,6 @@ def test_a_teacher_that_is_the_student_is_found_in_a_log_of_distillation(tmp_pat
     assert not examine(read_metrics(lines(tmp_path, *rows))).findings
 
 
-AREAL = {
-    "ppo_actor/task_reward": {"avg": 0.25, "min": 0.0, "max": 1.0},
-    "ppo_actor/kl_rewards": {"avg": -0.01, "min": -1.0, "max": 0.5},
-    "ppo_actor/seq_len": {"avg": 700.0},
-    "ppo_actor/no_eos_ratios": {"avg": 0.5},
-    "ppo_actor/update": {"grad_norm": 0.5, "lr": 1e-6, "entropy": {"avg": 0.3}, "actor_loss": {"avg": 0.02}},
-}
-
-
 @pytest.mark.parametrize(("theirs", "ours"), [
     ("act_grad_norm", "train/grad_norm"), ("act_lr", "train/learning_rate"), ("gen_len", "length/mean"),
     ("train/rollout/truncated_rate", "length/truncated"), ("train/rollout/reward_mean", "reward"),

@@ -109,13 +109,6 @@ def test_an_alarm_of_several_runs_is_told_once() -> None:
     assert {link.attributes["href"] for link in made.all("a")} == {"#c0", "#c1"}
 
 
-def test_runs_that_lack_the_same_are_named_together() -> None:
-    runs = [run_of(name="a", k3=SOUND), run_of(name="b", reward=[0.5] * 10), run_of(name="c", k3=SOUND)]
-    made = section(*runs)
-    assert [each.text for each in made.all("p")] == ["Nothing was found in a, b, c.", NOT_LOOKED_AT.format(" in b")]
-    assert [each.text.partition("checked ")[2] for each in made.all("summary")] == ["in a, c", "in b"]
-
-
 def test_a_caution_stands_once_with_the_runs_that_it_was_said_to() -> None:
     runs = [run_of(name=name, k3=SOUND) for name in "abc"]
     for run, cautions in zip(runs, (["<b>no</b> template"], ["<b>no</b> template", "other"], []), strict=True):

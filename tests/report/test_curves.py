@@ -113,11 +113,6 @@ def test_a_target_is_drawn_where_all_runs_have_it() -> None:
     assert both(0.2) == [[]]
 
 
-def test_scores_have_the_decimals_that_they_have_everywhere() -> None:
-    decimals = {chart.title: chart.decimals for chart in charts([run_of(k3=[0.0], scores=[(0, {"a": 0.5})])], {})}
-    assert decimals == {"KL to the reference": None, "Evaluations": 1}
-
-
 def lines(chart: str, curves: dict[str, list[float]] | None = None, **config: Any) -> list[tuple[float, float | None]]:
     run = run_of(details={"config": config}, k3=[0.1], **curves or {})
     return [(line.low, line.high) for line in levels_of(run, chart)]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from tests.training import rewards
-from tests.training.conftest import tiny_llama
 from transformers import GenerationConfig
 
 from klamp.errors import DataError
@@ -21,11 +20,9 @@ from klamp.hosts.common.sampler_weights import START, WEIGHTS
 from klamp.lab import evaluation
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
-from klamp.lab.evaluation import check_completions, evaluate, probabilities
+from klamp.lab.evaluation import check_completions, evaluate
 from klamp.lab.folders import lines_of
-from klamp.lab.tasks import Example, arithmetic_tokenizer
 from klamp.names import COMPLETIONS
-from klamp.scoring.scorer import score
 
 
 def by_hand(context) -> dict[str, float]:
@@ -52,22 +49,17 @@ def test_every_skill_is_scored_as_greedy_decoding_of_each_prompt_scores(context_
     assert evaluate(context)[0] == pytest.approx(expected)
 
 
-def test_a_skill_that_is_read_is_scored_by_the_probability_of_its_answers(context_of):
+def test_a_skill_that_is_read_is_scored_by_the_probability_of_its_answers(context_of, monkeypatch):
     context = context_of(eval_size=7, temperature=2.0)  # the temperature of sampling does not count here
     context.task = replace(context.task, read=frozenset({"reversal", "addition"}))
     expected = by_hand(context) | {
         skill: fmean(read_by_hand(context.policy, context.tokenizer, context.task.evaluation[skill]))
         for skill in ("reversal", "addition")
     }
-    assert evaluate(context)[0] == pytest.approx(expected, rel=1e-5)
+    for at_once in (16, 2, 1):
+        monkeypatch.setattr(evaluation, "READ_AT_ONCE", at_once)
+        assert evaluate(context)[0] == pytest.approx(expected, rel=1e-5)
     assert 0 < expected["reversal"] != expected["addition"] < 1
-
-
-EXAMPLES = [
-    Example(prompt="47+85=", answer="132"),
-    Example(prompt="rev abcd=", answer="dcba"),
-    Example(prompt="a", answer="b"),
-]
 
 
 def read_by_hand(model: Any, tokenizer: Any, examples: Any) -> list[float]:
@@ -81,21 +73,6 @@ def read_by_hand(model: Any, tokenizer: Any, examples: Any) -> list[float]:
         each = [logprobs[len(prompt) + place - 1, token].item() for place, token in enumerate(answer)]
         found.append(math.exp(sum(each) / len(each)))
     return found
-
-
-def test_they_are_the_geometric_means_of_the_tokens_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokenizer = tiny_llama(), arithmetic_tokenizer()
-
-    def logprobs(given: Any) -> torch.Tensor:
-        return score(model, given, temperature=1.0).logprobs
-
-    expected = read_by_hand(model, tokenizer, EXAMPLES)
-    for at_once in (16, 2, 1):
-        monkeypatch.setattr("klamp.lab.evaluation.READ_AT_ONCE", at_once)
-        found = probabilities(EXAMPLES, tokenizer, torch.device("cpu"), logprobs)
-        assert found == pytest.approx(expected, rel=1e-5)
-    assert len(set(expected)) == 3 and all(0 < value < 1 for value in expected)
-    assert probabilities([], tokenizer, torch.device("cpu"), logprobs) == []
 
 
 KEPT: dict[str, Any] = {"save_every": 1, "log_completions_every": 1, "log_completions": 8, "keep_checkpoints": 9}

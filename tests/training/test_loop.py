@@ -15,7 +15,6 @@ from tests.training.test_sampling import sample
 from torch.utils.tensorboard import SummaryWriter
 
 from klamp.config import KLConfig
-from klamp.core.masking import Totals
 from klamp.doctor.examine import examine
 from klamp.doctor.metrics import METRICS
 from klamp.doctor.readers import read_record
@@ -107,21 +106,6 @@ def test_the_loss_has_the_value_that_the_document_prints(kl_coef, clip):
     assert float(metrics["clip_fraction"]) == pytest.approx(float(bound.double().mean()))
     assert float(metrics["log_prob_mean"]) == pytest.approx(float(policy[mask].mean()))
     assert not any(x.requires_grad for x in metrics.values())
-
-
-def test_parts_of_a_batch_add_up_to_the_whole():
-    policy, old, ref, advantages, mask = data()
-    whole, _ = compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=0.3)
-    (slope,) = torch.autograd.grad(whole, policy)
-    totals, sums, slopes = Totals(4.0, float(mask.sum()), float(mask.sum())), 0.0, torch.zeros_like(policy)
-    for rows in (slice(0, 1), slice(1, 4)):
-        part, _ = compute_loss(
-            policy[rows], old[rows], advantages[rows], mask[rows], ref_log_probs=ref[rows], totals=totals, kl_coef=0.3
-        )
-        sums += float(part)
-        slopes += torch.autograd.grad(part, policy)[0]
-    assert sums == pytest.approx(float(whole))
-    torch.testing.assert_close(slopes, slope)
 
 
 def test_what_cannot_work_is_refused():

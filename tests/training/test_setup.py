@@ -65,13 +65,9 @@ def test_a_reference_with_another_vocabulary_is_refused(config_of, tmp_path):
     folder = stored(tiny_llama(vocab_size=30, eos_token_id=1, pad_token_id=0), tmp_path / "small")
     error = refused(config_of(ref_model=folder), ModelError, "another vocabulary")
     assert "reference 30" in error.got
-    other = stored(tiny_llama(vocab_size=50), tmp_path / "other")
-    file = tmp_path / "other" / "tokenizer.json"
-    text = json.loads(file.read_text())
-    vocabulary = text["model"]["vocab"]
-    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
-    file.write_text(json.dumps(text))
-    refused(config_of(ref_model=other), ModelError, "the reference has another tokenizer than the policy")
+    other = Path(stored(tiny_llama(vocab_size=50), tmp_path / "other"))
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text().replace('"1":', '"&":'))
+    refused(config_of(ref_model=str(other)), ModelError, "another tokenizer")
 
 
 def test_a_reference_that_is_padded_further_is_the_reference(llama, config_of, tmp_path):

@@ -12,14 +12,7 @@ import pytest
 from klamp.config import KLConfig, KLWarning, TeacherConfig
 from klamp.config.kl import ALIASES
 from klamp.errors import ConfigError
-from klamp.hosts.common.kl_fields import (
-    KLFields,
-    field_texts,
-    kl_config,
-    settle_fields,
-    touched,
-    warn_without_kl,
-)
+from klamp.hosts.common.kl_fields import KLFields, field_texts, kl_config, settle_fields, touched, warn_without_kl
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(KLConfig)}
 TAUGHT = {field.name: field.default for field in dataclasses.fields(TeacherConfig)}

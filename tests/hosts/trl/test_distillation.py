@@ -11,7 +11,7 @@ import torch
 import trl
 from peft import LoraConfig
 from tests.batches import flat_batch
-from tests.hosts.trl.hosts import PROMPTS, arguments, dataset, gradient_of, model, noisy, saved, tokenizer
+from tests.hosts.trl.hosts import PROMPTS, arguments, dataset, gradient_of, model, saved, tokenizer
 
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import exact_kl
@@ -37,11 +37,6 @@ CHOICES: dict[str, dict[str, Any]] = {
     "topk with a bucket": TOPK | {"teacher_tail": "bucket"},
 }
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.KLWarning")  # the bucket is cautioned about
-
-
-@pytest.fixture(scope="module")
-def teacher(base: Any) -> Any:
-    return noisy(base, size=0.3, seed=9)
 
 
 OF_GRPO = ("num_generations",)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig
-from tests.hosts.trl.hosts import dataset, gradient_of, noisy, tokenizer
+from tests.hosts.trl.hosts import dataset, gradient_of, tokenizer
 from tests.hosts.trl.test_distillation import CHOICES, EXACT, TOPK, batch_of, check_loss, made, settings
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
 from trl.experimental.server_distillation import ServerDistillationTrainer
@@ -24,11 +24,6 @@ from klamp.hosts.trl.callbacks import settings_of_arguments
 from klamp.trl import DistillationConfig, DistillationTrainer, attach, effective
 
 ENTRIES = 64
-
-
-@pytest.fixture(scope="module")
-def teacher(base: Any) -> Any:
-    return noisy(base, size=0.3, seed=9)
 
 
 @pytest.mark.parametrize(

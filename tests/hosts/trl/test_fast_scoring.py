@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tests.hosts.trl.hosts import (
-    generated,
-    klamp_trainer,
-    noisy,
-    run,
-    saved,
-    stock_trainer,
-)
+from tests.hosts.trl.hosts import generated, klamp_trainer, noisy, run, saved, stock_trainer
 from tests.hosts.trl.test_matrix import BETA, INPUTS, LOSS_TYPES, OPTIONS, SOME, _recorded, loss_and_gradient
 
 from klamp.hosts.trl import fast_scoring

@@ -34,13 +34,7 @@ from klamp.config import ALIASES, KLConfig
 from klamp.config.kl import KLWarning
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.hosts.common.kl_fields import kl_config, touched
-from klamp.hosts.trl.grpo_config import (
-    UNSLOTH,
-    check_arguments,
-    check_reference,
-    refuse_classes,
-    settle_reference,
-)
+from klamp.hosts.trl.grpo_config import UNSLOTH, check_arguments, check_reference, refuse_classes, settle_reference
 from klamp.trl import GRPOConfig, GRPOTrainer, attach
 
 CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.01}
