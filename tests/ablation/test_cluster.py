@@ -86,9 +86,7 @@ def test_a_broken_run_is_recorded_and_not_repeated(run_of: Callable[..., Run], f
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
-    folder: Path, run_of: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_from_its_checkpoint(folder: Path, run_of: Callable[..., Run], tmp_path: Path) -> None:
     killed = run_of("killed", "kills_once", 1)
     RayExecutor().run([killed], folder, nothing)
     assert int((folder / "killed").read_text()) != os.getpid()
@@ -96,9 +94,7 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_ctrl_c_lets_the_step_end_and_the_run_goes_on_from_there(
-    folder: Path, run_of: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_ctrl_c_lets_the_step_end_and_the_run_goes_on(folder: Path, run_of: Callable[..., Run], tmp_path: Path) -> None:
     run = run_of("stopped", "waits", 2)
     before = signal.getsignal(signal.SIGINT)
 

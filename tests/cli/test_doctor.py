@@ -87,9 +87,7 @@ def test_tokens_to_blame_stand_in_a_table(tmp_path: Path, capsys: pytest.Capture
         (["missing"], "there is nothing to examine"),
         (["missing", "--fail-on", "kl-spikes"], "did you mean 'kl-spike'"),
         (["missing", "--verifier", "rule"], "did you mean 'rules'"),
-        (["missing", "--map", "kl"], "there is no = with a name on either side"),
         (["missing", "--map", "rewrd=x"], "did you mean 'reward'"),
-        (["missing", "--map", "kl=a", "--map", "kl/k3=b"], "kl/k3 has two names"),
         (["--json"], "arguments are required: PATH"),
     ],
 )
@@ -103,9 +101,7 @@ def test_what_cannot_be_read_or_understood_is_2(argv: list[str], text: str, caps
     ("text", "why"),
     [('{"log_history": []}', "no step was logged"), ('{"log_history": [{"step": 1, "epoch": 0.1}]}', "")],
 )
-def test_a_record_with_nothing_to_check_is_not_called_sound(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
-) -> None:
+def test_nothing_to_check_is_not_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str) -> None:
     (tmp_path / "trainer_state.json").write_text(text, encoding="utf-8")
     assert main(["doctor", str(tmp_path / "trainer_state.json")]) == 2
     err = capsys.readouterr().err
@@ -125,9 +121,7 @@ def test_names_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert "alarm: kl-spike: the KL jumped (step 7)" in out
         assert "detached-reference" not in out, "it was checked: there is a reward"
     assert main(["doctor", str(tmp_path), "--map", "kl=your_kl"]) == 2
-    err = capsys.readouterr().err
-    assert "unknown number in the rows of" in err and "did you mean 'my_kl'" in err
-    assert "it has kl, my_kl, my_reward, step" in err
+    assert "did you mean 'my_kl'" in capsys.readouterr().err
 
 
 def test_what_the_run_was_warned_of_stands_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,9 +146,7 @@ def kept_run(folder: Path) -> Path:
     return folder
 
 
-def test_whose_log_probabilities_sampler_and_trainer_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_whose_log_probabilities_sampler_and_trainer_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = kept_run(tmp_path / "run")
     capsys.readouterr()
     main(["doctor", str(run), "--check-sync", "--fail-on", "huge-values"])

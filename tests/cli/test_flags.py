@@ -131,11 +131,6 @@ def test_the_command_lines_of_the_grpo_tutorial(beta: str) -> None:
     assert read_file(DEMO) == {"beta": 0.01, "target_kl": 0.05}
 
 
-def test_the_flags_of_the_k3_bug_report() -> None:
-    config = parse_train(["--kl-beta", "0.0", "--num-generations", "8", "--max-steps", "100"])[0]
-    assert (config.kl.beta, config.rollout.num_generations, config.run.max_steps) == (0.0, 8, 100)
-
-
 def test_flags_win_over_the_file_and_the_file_over_the_preset(write) -> None:
     file = write("kl_gradient: reverse\nepsilon: 0.1\nmax_steps: 7\n")
     config = parse_train(["--preset", "grpo", "--config", str(file), "--epsilon", "0.3"])[0]

@@ -53,9 +53,7 @@ def test_on_a_terminal_it_is_drawn(folder: Path, capsys) -> None:
     assert text.rindex("3/3") < text.rindex("12,345") < text.index("done: 3 steps")
 
 
-def test_a_stopped_run_says_how_to_continue(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_names_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def stop(step: int) -> None:
         if step == 2:
             try:

@@ -260,6 +260,12 @@ def test_it_is_said_where_it_is_true_and_not_where_it_is_false(
         assert not true(fields), f"it is true there, and not said: {fields}"
 
 
+def test_a_cut_sampler_is_no_matter_to_a_teacher_without_a_coefficient() -> None:
+    fields = DIR | CUT | {"teacher_estimator": "k3"}
+    assert "cut the sampler" in told(run, fields)
+    assert "cut the sampler" not in told(run, fields | {"teacher_coef": 0.0})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "on"),
     [

@@ -130,9 +130,7 @@ def test_without_one_of_its_fields_it_is_another_combination(fields: dict[str, A
 
 
 @given(threshold=st.floats(0.01, 2), length=st.integers(1, 200), temperature=st.floats(0.001, 5))
-def test_a_soft_clip_is_warned_of_from_a_tenth_of_the_budget_on(
-    threshold: float, length: int, temperature: float
-) -> None:
+def test_a_soft_clip_is_warned_of_from_a_tenth_of_the_budget(threshold: float, length: int, temperature: float) -> None:
     soft = unchecked(
         KLConfig,
         kl_clip_method="soft",

@@ -158,9 +158,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry_run"])
 @pytest.mark.parametrize("words", REFUSED.values(), ids=REFUSED)
-def test_where_they_could_only_be_shown_they_are_refused(
-    words: tuple[str, ...], more: list[str], klamp: Program, elsewhere: Path
-) -> None:
+def test_shown_alone_they_are_refused(words: tuple[str, ...], more: list[str], klamp: Program, elsewhere: Path) -> None:
     code, said = klamp(*words, *more)
     assert code == 2 and "why:" in said and "fix:" in said
     assert not list(elsewhere.iterdir())

@@ -87,9 +87,7 @@ def kl_only(term, *, beta=1.0, skip=0):
         ("other", "token", "token", "local_sampled"),
     ],
 )
-def test_horizon_and_ratio_decide_whose_prefixes_count_and_which_gradient_follows(
-    value, sampler, off_policy, horizon, name
-):
+def test_horizon_and_ratio_decide_whose_prefixes_count_and_which_gradient(value, sampler, off_policy, horizon, name):
     chain = random_chain(1, vocab=3, length=3, sampler=sampler)
     report = examine(chain, kl_only(KLTerm(value=value, horizon=horizon, off_policy=off_policy)))
     assert report.follows.is_exactly(name)

@@ -162,10 +162,7 @@ def test_a_file_system_without_locks_is_refused_in_words(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with (
-        pytest.raises(RunFolderError, match="(?s)cannot be written.*cannot be locked") as caught,
-        held(tmp_path, by="x"),
-    ):
+    with pytest.raises(RunFolderError, match="cannot be written") as caught, held(tmp_path, by="x"):
         pass
     assert "No locks available" in caught.value.why and "--output_dir" in caught.value.fix
 

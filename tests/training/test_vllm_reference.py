@@ -241,24 +241,6 @@ def test_the_key_is_sent_to_this_server_and_seen_nowhere_else(monkeypatch):
     assert authorizations == [None, "Bearer secret", None]
 
 
-def told_place(entry, k):
-    reference = VLLMReference("http://h", "x", k)
-    return reference._places([1, 4], [None, entry])[0]
-
-
-def test_the_head_is_what_ranks_among_the_likeliest_and_never_all_that_came():
-    """k or k + 1 entries come; the token itself is one of the head only by its rank."""
-    told = {"4": {"logprob": -3.0, "rank": 9}, "7": {"logprob": -0.5, "rank": 1}, "2": {"logprob": -1.0, "rank": 2}}
-    assert told_place(told, 2) == [(7, -0.5), (2, -1.0), (4, -3.0)]
-    told["4"]["rank"] = 2
-    told["2"]["rank"] = 3
-    assert told_place(told, 2) == [(7, -0.5), (4, -3.0), (4, -3.0)]
-    with pytest.raises(ModelError, match="does not answer as it should"):
-        told_place({"4": {"logprob": -3.0}}, 1)
-    with pytest.raises(ModelError, match="does not answer as it should"):
-        told_place({"4": {"logprob": -3.0, "rank": 9}, "7": {"logprob": -0.5, "rank": 1}}, 2)
-
-
 def test_what_a_server_caps_is_known_before_the_first_step(context, config_of, server_of):
     server = server_of(most=5)
     with answering(server.answer) as url:

@@ -75,9 +75,7 @@ def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
             assert shown == "Another name of beta."
         else:
             assert shown.startswith(texts[field.name]) and repr((DEFAULTS | TAUGHT)[field.name]) in shown
-    assert texts["kl_horizon"] == (
-        "token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."
-    )
+    assert texts["kl_horizon"].endswith("also the effect of a token on the KL of later tokens.")
 
 
 def test_fields_without_a_beta_are_warned_of_and_a_monitor_is_not() -> None:

@@ -61,9 +61,7 @@ def test_answers_without_the_first_none_are_understood():
 def test_a_response_with_a_hole_is_refused_and_the_sequence_named(bad):
     answer = score([4, 5, 13, 14, 15])
     answer[3] = bad
-    with pytest.raises(
-        NonFiniteError, match=r"sequence 2: .*\n  got: (None|nan|-inf|-9999.0) at token 1 of the response"
-    ):
+    with pytest.raises(NonFiniteError, match=r"sequence 2: .*\n  got: (None|nan|-inf|-9999.0) at token 1"):
         compute(FakeSampler(faults={15: [answer]}))
 
 

@@ -47,9 +47,7 @@ def test_what_trl_cannot_do_is_refused_before_a_model_is_loaded(
     assert words in str(caught.value)
 
 
-def test_another_trainer_with_klamps_fields_stops_before_its_first_step(
-    base: Any, teacher: Any, tmp_path: Path
-) -> None:
+def test_another_trainer_with_klamps_fields_stops_before_a_step(base: Any, teacher: Any, tmp_path: Path) -> None:
     args, models = settings(DistillationConfig, tmp_path, **EXACT), [copy.deepcopy(each) for each in (base, teacher)]
     trainer = trl.DistillationTrainer(*models, args, train_dataset=dataset(), processing_class=tokenizer())
     for step in (trainer.train, lambda: trainer.evaluate(dataset())):

@@ -229,9 +229,7 @@ def test_a_loss_type_that_klamp_does_not_know_is_refused_by_name_where_the_kl_is
         ({"kl_exclude_tokens": ["<nope>"]}, {}, "a token that the tokenizer does not have"),
     ],
 )
-def test_what_the_built_trainer_cannot_do_is_refused(
-    tmp_path: Path, options: dict[str, Any], extra: dict[str, Any], text: str
-) -> None:
+def test_a_built_trainer_refuses(tmp_path: Path, options: dict[str, Any], extra: dict[str, Any], text: str) -> None:
     given = extra | ({"ref_model": model(seed=3)} if "ref_model" in extra else {})
     with pytest.raises(ConfigError, match=text):
         klamp_trainer(model(), tmp_path, beta=0.1, trainer=given, **options)
