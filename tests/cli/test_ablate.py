@@ -119,9 +119,6 @@ def test_an_interrupt_says_how_to_go_on(use, capsys) -> None:
     assert captured.err.rstrip().endswith(f"ablate {' '.join(FLAGS)} --output_dir runs/ablation-beta-001")
 
 
-# dry run -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_dry_run_prints_a_plan_that_can_be_run_and_does_nothing(use, capsys) -> None:
     fake = use(Fake())
     words = [*FLAGS, "--kl_clip_method", "none", "hard"]
@@ -151,9 +148,6 @@ def test_bad_combinations_are_refused_before_any_work(use, capsys, words, said) 
         err = capsys.readouterr().err
         assert said in err and "fix:" in err
     assert not fake.ran and not Path("runs").exists()
-
-
-# runs that are there already -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -196,9 +190,6 @@ def test_what_is_no_two_runs_is_refused(names, said, tmp_path, monkeypatch, caps
     Path("empty").mkdir()
     assert main(["ablate", "--runs", *names]) == 1
     assert said in capsys.readouterr().err and not Path("runs").exists()
-
-
-# the plan ------------------------------------------------------------------------------------------------------------
 
 
 def plan_of(words: str):

@@ -32,9 +32,6 @@ def write(tmp_path: Path):
     return save
 
 
-# a command line ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sorted(configured_fields()))
 def test_every_field_is_a_flag_in_both_spellings_and_its_default_survives_its_own_text(name: str) -> None:
     known = configured_fields()[name]
@@ -119,9 +116,6 @@ def test_what_cannot_be_read_is_refused_with_the_way_out(command: str, argv: str
     assert said in str(caught.value) and caught.value.fix
 
 
-# a configuration -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("beta", ["0.0", "0.001", "0.01", "0.1"])
 def test_the_command_lines_of_the_grpo_tutorial(beta: str) -> None:
     argv = ["--config", str(DEMO), "--kl_penalty", beta, "--output_dir", f"output_beta_{beta}", "--max_steps", "5000"]
@@ -160,9 +154,6 @@ def test_a_run_that_goes_on_is_as_it_was_but_for_what_is_named(write, monkeypatc
     assert parse_train([f"--resume=~/{folder.name}", "--beta", ".5"])[0] == config
     with pytest.raises(ConfigError, match="two folders are named"):
         parse_train(["--resume", str(folder), "--output_dir", "other"])
-
-
-# a file --------------------------------------------------------------------------------------------------------------
 
 
 def test_only_the_whole_is_checked_not_its_parts(write) -> None:

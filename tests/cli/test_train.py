@@ -139,9 +139,6 @@ def test_the_kl_per_token_and_per_completion_by_every_estimator(tmp_path: Path) 
     assert beta.startswith("beta: hold controller from 0.01, towards 0.05 nats per token; ")
 
 
-# before the run ------------------------------------------------------------------------------------------------------
-
-
 def plan(*flags: str) -> str:
     return plan_text(parse_train(flags)[0])
 

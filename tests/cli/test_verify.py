@@ -61,9 +61,6 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'direction'" in capsys.readouterr().err
 
 
-# klamp explain -------------------------------------------------------------------------------------------------------
-
-
 def explained(*argv: str) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):

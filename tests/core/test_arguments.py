@@ -57,9 +57,6 @@ def test_which_data_types_a_kind_of_tensor_has(kind: Any, dtypes: tuple[torch.dt
                 check_tensors(kind, x=torch.zeros(2, dtype=dtype))
 
 
-# --- the fields of a configuration -----------------------------------------------------------------------------------
-
-
 @dataclass
 class Cook:
     """A configuration within a configuration."""

@@ -30,9 +30,6 @@ def double(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-# --- formulas ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("estimator", SAMPLED)
 def test_each_estimator_is_its_formula_in_log_policy_minus_log_ref(estimator):
     policy = double([-5.0] * len(DELTAS))
@@ -47,9 +44,6 @@ def test_the_derivative_of_each_estimator_is_its_own_slope(estimator):
     assert policy.grad.tolist() == pytest.approx([SLOPES[estimator](d) for d in DELTAS], abs=1e-14)
     by_table = ESTIMATORS[estimator].derivative(double(DELTAS))
     assert by_table.tolist() == pytest.approx(policy.grad.tolist(), abs=1e-14)
-
-
-# --- sign, precision, dtype -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exponent", range(-20, -3))
@@ -67,9 +61,6 @@ def test_half_precision_log_ratios_are_not_rounded_again(dtype):
     # Both numbers are exact in either type; their difference is exact in neither.
     policy, ref = torch.tensor([-1.0078125], dtype=dtype), torch.tensor([-30.5], dtype=dtype)
     assert kl_estimate(policy, ref, estimator="k1").item() == 29.4921875
-
-
-# --- refusals and the table -------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

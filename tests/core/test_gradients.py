@@ -49,9 +49,6 @@ def close(actual, target, tolerance=1e-13):
     return torch.allclose(actual, target, rtol=0.0, atol=tolerance)
 
 
-# --- which gradient: tokens from the policy, and from somebody else, weighted ------------------------------
-
-
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize(
     ("value", "name"), [("k1", "zero"), ("k2", "reverse"), ("k3", "forward"), ("abs", NOTHING_KNOWN)]
@@ -70,9 +67,6 @@ def test_gradient_none_is_a_value_without_a_gradient(value, horizon):
     assert report.follows.name == "zero"
     assert report.gradient_variance == 0.0
     assert abs(report.value) > 1e-3
-
-
-# --- bounds on the weight and on the log-ratio --------------------------------------------------------------
 
 
 def test_max_weight_truncates_the_weight_in_value_and_gradient():
@@ -108,9 +102,6 @@ def test_max_log_ratio_bounds_the_value_and_keeps_the_gradient_alive():
     assert close(slope, 1 - torch.exp(-bounded))
 
 
-# --- what receives a gradient, and what is refused ---------------------------------------------------------
-
-
 @pytest.mark.parametrize("gradient", ["reverse", "forward", "own"])
 def test_only_the_policy_receives_a_gradient(gradient):
     policy, ref, behavior = (torch.full((1, 2), v, requires_grad=True) for v in (-1.0, -2.0, -1.5))
@@ -134,8 +125,6 @@ def test_policy_and_reference_the_wrong_way_round_are_refused():
     with torch.no_grad():
         kl_penalty(constant, scored, mask)
 
-
-# --- how often a bound was reached ------------------------------------------------------------------------
 
 TRAINED = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
 LOG_2 = math.log(2)

@@ -42,9 +42,6 @@ def random_batch(seed, rows=4, tokens=6):
     return policy, ref, behavior, mask
 
 
-# --- thirty nats ----------------------------------------------------------------------------------------------
-
-
 def far_tokens(dtype):
     """One token 30 nats above the reference, one 30 nats below."""
     near, far = [[-0.5]], [[-30.5]]
@@ -62,9 +59,6 @@ def test_thirty_nats_give_a_finite_value_and_the_full_pull_back_to_the_reference
         formula = {"k1": delta, "k2": delta**2 / 2, "k3": math.expm1(-delta) + delta, "abs": 30.0}[value]
         assert result.item() == pytest.approx(formula, rel=1e-6)
         assert slope.item() == delta
-
-
-# --- weights far from one -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("horizon", ["token", "sequence"])
@@ -90,9 +84,6 @@ def test_the_forward_gradient_survives_a_policy_that_has_all_but_dropped_the_tok
     assert result.item() == pytest.approx(1.0, rel=1e-6)  # w (u - 1 + delta) = ref/mu - w + w delta
 
 
-# --- padding and masks ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("corrected", [False, True])
@@ -105,9 +96,6 @@ def test_whatever_stands_under_the_mask_changes_neither_value_nor_gradient(choic
         result = value_and_slope(*dirty[:2], mask, dirty[2] if corrected else None, **choices)
         assert torch.equal(result[0], clean[0])
         assert torch.equal(result[1], clean[1])
-
-
-# --- what the reference forbids -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -127,9 +115,6 @@ def test_a_token_that_the_reference_forbids_costs_infinitely_much_however_small_
     assert found[0, 0] == 0 and found.isfinite().all() and slope.isfinite().all()
 
 
-# --- weights that overflow, unbounded ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_infinite_weight_gives_infinity_or_0_and_never_nan(choices, dtype):
@@ -141,9 +126,6 @@ def test_an_infinite_weight_gives_infinity_or_0_and_never_nan(choices, dtype):
     assert found[0] == 0 and found[1:].isinf().all()
     assert slope[0] == (math.inf if choices == {"gradient": "own", "horizon": "token", "value": "k1"} else 0)
     assert slope[1:].isinf().all()
-
-
-# --- past the largest number ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "nats"), [(torch.float32, 200.0), (torch.float64, 900.0)])

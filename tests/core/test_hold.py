@@ -90,9 +90,6 @@ def test_a_measurement_counts_as_four_targets_at_most() -> None:
     assert (rule.after(rule.state, 0.39).level, rule.after(rule.state, 1e6).level) == (pytest.approx(3.9), 4.0)
 
 
-# --- in closed loop -----------------------------------------------------------------------------------------------
-
-
 class World:
     """A table of softmax policies, one action each, that a gradient with momentum moves to reward less beta * KL.
 

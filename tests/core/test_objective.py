@@ -73,9 +73,6 @@ def kl_only(term, *, beta=1.0, skip=0):
     return loss
 
 
-# --- the gradient of the KL term, by enumeration --------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", ["k1", "k3", "exact"])
 @pytest.mark.parametrize(
     ("sampler", "off_policy", "horizon", "name"),
@@ -112,9 +109,6 @@ def test_tokens_without_a_kl_still_count_in_the_prefix_and_still_cause_the_kl_of
     report = examine(chain, kl_only(KLTerm(value=value, horizon=horizon, off_policy=off_policy), skip=1))
     assert report.value == pytest.approx(truth.item(), abs=1e-12)
     assert torch.allclose(report.gradient, gradient, rtol=0, atol=1e-12)
-
-
-# --- composition ----------------------------------------------------------------------------------------------
 
 
 def test_with_beta_zero_no_reference_is_needed_and_the_kl_leaves_no_trace():
@@ -186,8 +180,6 @@ def test_a_clipped_sequence_is_worth_its_clipped_kl():
     assert output.loss.item() == pytest.approx(open_rows.sum().item() / ROWS, abs=1e-12)
 
 
-# --- numerics -------------------------------------------------------------------------------------------------
-
 EVERY_TERM = [
     KLTerm(value="k3", gradient=gradient, horizon=horizon, placement=placement, off_policy=off_policy, **clip)
     for gradient, (horizon, off_policy), placement, clip in itertools.product(
@@ -221,9 +213,6 @@ def test_padding_reaches_neither_the_loss_nor_the_gradient_nor_a_metric(term, su
         assert torch.equal(slope, clean[1])
         assert (slope[~batch.mask] == 0).all()
         assert grpo_loss(poisoned, objective).metrics == clean_metrics
-
-
-# --- refusals -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -137,9 +137,6 @@ def test_without_a_reference_every_part_says_so():
             part()
 
 
-# --- in the reward or the advantage ---------------------------------------------------------------------------
-
-
 def test_the_advantage_loses_the_log_ratio_of_its_token_or_of_all_that_follow():
     policy, ref = double([[-1.0, -2.0, -3.0, 9.0]]), double([[-2.0, -1.5, -5.0, 1.0]])
     mask = torch.tensor([[True, True, True, False]])

@@ -25,9 +25,6 @@ def loss_and_slope(surrogate, policy, old, advantages, **bounds):
     return loss.detach(), slope
 
 
-# --- ppo ------------------------------------------------------------------------------------------------------
-
-
 def test_ppo_clips_only_past_a_bound_in_the_direction_of_the_advantage():
     policy, old = ratios(0.5, 0.9, 1.0, 1.1, 1.5)
     good = loss_and_slope(ppo_clip, policy, old, double([2.0]))
@@ -51,9 +48,6 @@ def test_the_tokens_that_count_as_clipped_are_those_that_ppo_gives_no_gradient(l
     assert not ratio_clipped(policy, old, double([0.0]), clip_low=low, clip_high=high).any()
 
 
-# --- cispo and the score function -----------------------------------------------------------------------------
-
-
 def test_cispo_is_minus_the_bounded_ratio_times_the_advantage_times_log_policy_and_keeps_every_gradient():
     policy, old = ratios(0.5, 1.0, 1.5, 20.0)
     weights = double([[0.8, 1.0, 1.3, 1.3]])
@@ -71,9 +65,6 @@ def test_the_score_function_ignores_the_old_policy():
     loss, slope = loss_and_slope(score_function, policy, old, double([2.0]))
     assert torch.allclose(loss, -2.0 * policy.detach(), rtol=1e-12, atol=0)
     assert slope[0].tolist() == [-2.0, -2.0]
-
-
-# --- all three ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SURROGATES)

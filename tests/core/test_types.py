@@ -45,8 +45,6 @@ def test_what_an_anchor_says_in_another_shape_is_refused_by_name(name: str) -> N
         Batch(**columns, anchors={"x": Scored(ONE, **{name: wrong})})
 
 
-# --- values ---------------------------------------------------------------------------------------------------
-
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 LOGPROBS = torch.tensor([[-1.0, -2.0, -3.0], [-0.5, -0.1, -4.0]])
 IMPOSSIBLE = (

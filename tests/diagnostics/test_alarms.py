@@ -79,9 +79,6 @@ def test_no_value_breaks_a_rule(curves: dict[str, list[float]], logprobs: list[f
             alarm.rule(view)
 
 
-# --- the arithmetic of the rules -------------------------------------------------------------------------------------
-
-
 def test_noise_is_the_deviation_around_a_course() -> None:
     generator = torch.Generator().manual_seed(0)
     flat = (3 * torch.randn(4000, generator=generator)).tolist()
@@ -109,9 +106,6 @@ def test_of_few_values_more_errors_are_asked_as_students_t_has_it(values: int, q
     least, most = least_and_most(curve[:size])
     error = noise(curve[:size]) / math.sqrt(size)
     assert (most - least) / 2 / error == pytest.approx(quantile, rel=0.03)
-
-
-# --- what a run shows of why -----------------------------------------------------------------------------------------
 
 
 def test_causes_come_with_their_number_and_a_run_that_shows_nothing_names_none() -> None:

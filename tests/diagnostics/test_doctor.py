@@ -47,9 +47,6 @@ def test_what_the_record_lacks_is_said() -> None:
     assert "retention" not in examine(history).unchecked
 
 
-# --- while a run happens ---------------------------------------------------------------------------------------------
-
-
 def test_an_alarm_is_told_once_and_at_the_step_where_the_doctor_finds_it() -> None:
     curves = {"k3": [0.01] * 8 + [2.0] * 6, "length": [10.0] * 14, "reward": [0.5] * 14}
     history, watch = history_of(**curves), AlarmWatch(RunSettings())
@@ -83,9 +80,6 @@ def test_a_long_run_is_not_kept_whole() -> None:
     assert len(steps) == EARLY + LATE and steps[0] == 1
     last = EARLY + LATE + 29
     assert list(watch.history.completions) == [1, *range(last - WRITTEN + 1, last + 1)]
-
-
-# --- what it cost, and what nobody looked at --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,6 @@ def test_the_site_fetches_no_page_of_its_own_from_the_network(hooks: ModuleType)
         assert f"{hooks.HOME}docs/" not in text and hooks.RAW not in text
 
 
-# the reference -------------------------------------------------------------------------------------------------------
-
-
 def test_what_a_door_exports_is_public_and_its_rooms_are_not(hooks: ModuleType) -> None:
     public = {name for name, _ in hooks.iterate_public()}
     assert {"klamp.tinker.testing.serve", "klamp.trl.attach", "klamp.verl.overrides", "klamp.core.gradients"} <= public

@@ -202,9 +202,6 @@ def test_names_of_ones_own(tmp_path: Path) -> None:
     assert "kl/k3" not in history.names
 
 
-# --- TRL, from a real run: a policy with dropout, a KL under dr_grpo, a model that seldom ends -----------------------
-
-
 def accuracy_reward(completions: list[str], **_: object) -> list[float]:
     return [sum(c.isdigit() for c in text) / 8 for text in completions]
 
@@ -283,9 +280,6 @@ def test_its_tensorboard_folder_holds_the_arguments_too(trl_run: Path) -> None:
     assert [row.metrics["kl/k3"] for row in history.rows] == pytest.approx([r.metrics["kl/k3"] for r in state.rows])
 
 
-# --- TensorBoard, written by torch's own writer with the names of other trainers -------------------------------------
-
-
 def write(folder: Path, first: int = 1, **curves: list[float]) -> Path:
     with SummaryWriter(str(folder)) as writer:
         for name, curve in curves.items():
@@ -310,9 +304,6 @@ def test_no_scalars(tmp_path: Path) -> None:
         writer.add_text("note", "hello")
     with pytest.raises(DataError, match="no scalars"):
         read_record(tmp_path)
-
-
-# --- W&B offline, written by the real wandb --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

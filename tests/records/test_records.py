@@ -132,9 +132,6 @@ def test_names_for_a_record_that_has_none_to_map(tmp_path: Path, name: str, why:
     assert "leave --map out" in caught.value.fix
 
 
-# --- lines of JSON ---------------------------------------------------------------------------------------------------
-
-
 def written(folder: Path, text: str | bytes) -> Path:
     file = folder / "file.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -27,9 +27,6 @@ def test_every_line_of_the_lock_has_a_hash() -> None:
     assert all(re.fullmatch(r"[\w.-]+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
 
 
-# licences ------------------------------------------------------------------------------------------------------------
-
-
 def test_every_licence_that_is_installed_is_allowed() -> None:
     found = installed()
     assert refused(found) == {} and len(found) > 100

@@ -122,9 +122,6 @@ def test_checkpoints_are_found_whoever_wrote_them_oldest_first(tmp_path):
     assert checkpoint_folders(tmp_path / "nowhere") == []
 
 
-# the lock -----------------------------------------------------------------------------------------------------------
-
-
 def child_that_holds(folder: Path) -> int:
     """The number of a child that has the lock until it is killed."""
     number = os.fork()
@@ -165,9 +162,6 @@ def test_a_file_system_without_locks_is_refused_in_words(tmp_path, monkeypatch):
     with pytest.raises(RunFolderError, match="cannot be written") as caught, held(tmp_path, by="x"):
         pass
     assert "No locks available" in caught.value.why and "--output_dir" in caught.value.fix
-
-
-# whole files --------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_is_replaced_by_one_that_is_on_the_disk(tmp_path, monkeypatch):

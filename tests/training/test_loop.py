@@ -75,9 +75,6 @@ def printed(policy, old, ref, advantages, mask, kl_coef: float, clip: float) -> 
     return (ppo[mask]).mean() + kl_coef * (policy - ref)[mask].mean()
 
 
-# the pieces ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_divergence_has_the_printed_value_and_the_gradient_of_the_reverse_kl():
     policy, ref = (-x.abs() for x in (drawn(3, 4), drawn(3, 4, seed=1)))
     torch.testing.assert_close(compute_kl_divergence(policy, ref), policy - ref)
@@ -166,8 +163,6 @@ def test_the_divergence_and_a_step_refuse_in_words_too() -> None:
             grpo_microbatch_step(Untouched(), completions, torch.ones(1), kl_coef=kl_coef)
         assert caught.value.got and caught.value.why and caught.value.fix
 
-
-# the loop ------------------------------------------------------------------------------------------------------------
 
 ROLLOUT = RolloutConfig(prompts_per_step=4, num_generations=6, max_completion_length=6)
 

@@ -123,9 +123,6 @@ def test_it_is_measured_once_and_only_where_a_budget_needs_it(context_of, change
     assert context.control.reference_length == length
 
 
-# how a step is divided, and on how much of it the exact KL is measured ----------------------------------------
-
-
 @pytest.mark.parametrize(("rows", "parts"), [(12, 1), (12, 5), (12, 12), (7, 3), (3, 8), (1, 4), (3, 2**40)])
 def test_parts_cover_every_row_once_in_order_and_near_equal(context_of, rows, parts):
     context = context_of(gradient_accumulation_steps=parts)

@@ -105,9 +105,6 @@ def test_wandb_writes_its_offline_run_into_the_folder(run):
         assert name in content
 
 
-# a resumed run's files -----------------------------------------------------------------------------------------------
-
-
 def test_a_resumed_run_drops_the_lines_of_steps_it_will_do_again(tmp_path):
     log = RunLog()
     (tmp_path / "config.yaml").write_text("seed: 3\n")

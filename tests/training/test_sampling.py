@@ -58,9 +58,6 @@ def model(request):
     return AutoModelForCausalLM.from_pretrained(request.getfixturevalue(request.param)).eval()
 
 
-# whole completions ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("extra_padding", [0, 3])
 def test_completions_do_not_depend_on_the_batch_they_are_sampled_in(model, extra_padding):
     whole = sample(model, temperature=0.9)
@@ -88,9 +85,6 @@ def test_each_token_is_the_draw_of_a_plain_forward_at_its_own_number(model):
                 logits = model(torch.tensor([prompt + tokens[:t]])).logits[0, -1].double() / 0.8
             cumulative = logits.softmax(-1).cumsum(-1)
             assert token == int(torch.searchsorted(cumulative, uniforms[row, t], right=True))
-
-
-# the model's own generation settings ---------------------------------------------------------------------------------
 
 
 def loud(model):

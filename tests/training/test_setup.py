@@ -38,9 +38,6 @@ def file_of(folder: Path, *rows: dict) -> str:
     return str(file)
 
 
-# refusals ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
@@ -105,9 +102,6 @@ def test_prompts_that_leave_no_room_for_a_completion_are_refused(config_of, tmp_
     train_run(config_of(task=task, eval_split=task, max_completion_length=5, max_steps=0))
 
 
-# what is built -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
@@ -132,9 +126,6 @@ def test_the_same_seed_makes_the_same_adapter(context_of):
     first = weights()
     assert torch.equal(first, weights())
     assert not torch.equal(first, weights(seed=1))
-
-
-# what a dry run opens -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -48,9 +48,6 @@ def teacher(**fields: Any) -> TeacherConfig:
     return TeacherConfig(**given | {"teacher_top_k": 3} | fields)
 
 
-# -- asked for ---------------------------------------------------------------------------------------------------------
-
-
 class FakeTeacher(FakeSampler):
     """Says of every place that tokens 0, 1, ... are its likeliest; `more` also names the token that is there."""
 
@@ -99,9 +96,6 @@ def test_a_refusal_is_the_teachers():
         ask(FakeTeacher(faults={10: [RuntimeError("no")]}), 3)
     with pytest.raises(NonFiniteError, match="the teacher has no log-probability"):
         ask(FakeTeacher(faults={12: [[None, -1.0, None, -1.0]]}), 3)
-
-
-# -- in datums ---------------------------------------------------------------------------------------------------------
 
 
 def datum(places, *, response=(10, 11), **changes):
@@ -155,9 +149,6 @@ def test_a_head_that_does_not_fit_is_refused_before_anything_is_sent():
     with pytest.raises(ShapeError, match="does not have one number per token") as caught:
         compute_grpo_kl_loss([datum(PLACES)], given, kl_coef=0.0, teacher=teacher(teacher_top_k=2))
     assert "tokens (4, 3)" in caught.value.got
-
-
-# -- over the wire -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

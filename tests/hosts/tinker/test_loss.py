@@ -82,9 +82,6 @@ def test_the_reference_is_watched_at_coefficient_0_where_there_is_one():
     assert {type(value) for value in metrics.values()} == {float}
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_gradient_that_overflows_is_refused_and_a_bound_of_the_log_ratio_helps():
     data, policies = fake_batch()
     with torch.no_grad():

@@ -30,9 +30,6 @@ def expected(prompts=PROMPTS, responses=RESPONSES):
     return [score([*p, *r])[len(p) :] for p, r in zip(prompts, responses, strict=True)]
 
 
-# -- over fakes -------------------------------------------------------------------------------------------------------
-
-
 def test_the_order_is_that_of_the_responses_whichever_answers_first():
     client = FakeSampler(delays={10: 0.03, 12: 0.02, 15: 0.01})
     assert compute(client, run=skipping) == expected()
@@ -147,9 +144,6 @@ def test_refusals():
         compute(FakeSampler(), concurrency=0)
     with pytest.raises(ConfigError, match="timeout must be a number > 0"):
         compute(FakeSampler(), timeout=0)
-
-
-# -- over real HTTP ---------------------------------------------------------------------------------------------------
 
 
 def of_the_model(prompts, responses):
