@@ -34,7 +34,6 @@ REWARDS = Path(rewards.__file__)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the ablation, which the rewards know."""
     return tmp_path_factory.mktemp("ablation")
 
 
@@ -54,15 +53,12 @@ def ray_cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The fields of a tiny run."""
     model = stored(tiny_llama(), tmp_path_factory.mktemp("llama"))
     return {**TINY, "eval_size": 2, "model": model, "max_steps": 3, "save_every": 1, "eval_every": 0}
 
 
 @pytest.fixture(scope="module")
 def run_of(base: dict[str, Any]) -> Callable[..., Run]:
-    """A tiny run with one of the rewards."""
-
     def make(name: str, judge: str = "digits", seed: int = 0) -> Run:
         plan = Plan(base={**base, "reward": f"{REWARDS}:{judge}"}, arms=(Arm(name=name),), seeds=(seed,))
         (run,) = runs(plan)

@@ -45,7 +45,6 @@ def metrics_at(step: int, config: TrainConfig) -> dict[str, float]:
 
 
 def run_info(config: TrainConfig, folder: Path, *, start_step: int = 0) -> RunInfo:
-    """What a run is known by before its first step."""
     return RunInfo(
         config=config,
         output_dir=folder,
@@ -57,7 +56,6 @@ def run_info(config: TrainConfig, folder: Path, *, start_step: int = 0) -> RunIn
 
 
 def summary_of(config: TrainConfig, folder: Path, *, steps: int, seconds: float = 72.4) -> RunSummary:
-    """What a run amounts to."""
     return RunSummary(
         output_dir=folder,
         steps=steps,
@@ -115,7 +113,6 @@ def fake_trainer(
 
 
 def rise(name: str, step: int) -> AlarmFinding:
-    """An alarm that rose."""
     return AlarmFinding(
         alarm=ALARMS[name], first_step=step, last_step=step, steps=1, evidence=Evidence("from .1 to .9")
     )

@@ -12,7 +12,6 @@ from klamp.cli import main
 
 
 def state(folder: Path, *kl: float, **more: float) -> str:
-    """A trainer_state.json with these values of the KL."""
     folder.mkdir(parents=True, exist_ok=True)
     log = [{"step": i + 1, "kl": value, "rewards/accuracy/mean": 0.5, **more} for i, value in enumerate(kl)]
     file = folder / "trainer_state.json"
@@ -166,7 +165,6 @@ def test_whose_log_probabilities_sampler_and_trainer_told(tmp_path: Path, capsys
 
 
 def log(folder: Path, **columns: object) -> str:
-    """A log of eight steps with these columns, the same in each."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"step": step, "reward": 0.5, **columns} for step in range(1, 9)]
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -20,7 +20,6 @@ from klamp.lab.folders import scores_of
 
 @pytest.fixture(scope="module")
 def trained(llama, tmp_path_factory) -> Path:  # noqa: F811  (the fixture above)
-    """The folder of a short run with two checkpoints."""
     folder = tmp_path_factory.mktemp("runs") / "output_beta_0.01"
     values = {"model": llama, **TINY, "eval_size": 7, "max_steps": 4, "eval_every": 2, "save_every": 2}
     train_run(TrainConfig.from_flat({**values, "output_dir": str(folder)}))

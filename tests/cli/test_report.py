@@ -21,7 +21,6 @@ def lines(file: Path, *rows: dict) -> Path:
 
 
 def klamp_run(folder: Path, **changes) -> Path:
-    """What a short run writes."""
     kl = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]
     rows = [{"step": i + 1, "kl/k3": value, "reward": 0.5} for i, value in enumerate(kl)]
     lines(folder / "metrics.jsonl", {"step": 0, "eval/addition": 0.5}, *rows, {"step": 7, "eval/addition": 0.75})
@@ -34,7 +33,6 @@ def klamp_run(folder: Path, **changes) -> Path:
 
 
 def names_in(made: Node) -> list[str]:
-    """The runs of a comparison."""
     return [name.text for name in made.one("table", of="headlines").one("thead").all("b")]
 
 

@@ -25,7 +25,6 @@ from klamp.lab.folders import opened_folder, run_folder
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The run's folder, and the fake in the trainer's place."""
     monkeypatch.chdir(tmp_path)
     use(monkeypatch, tmp_path / "out")
     return tmp_path / "out"

@@ -39,7 +39,6 @@ def world(seed: int, *, cut: bool = False, vocab: int = 5, length: int = 2) -> C
 
 
 def step(fields: Fields, seed: int, *, cut: bool = False) -> StepReport:
-    """The KL of a configuration, enumerated."""
     return examine_config(
         quiet(KLConfig, fields | {"beta": 1.0}), scene=Scene(chain=world(seed, cut=cut), group_size=1)
     )
@@ -74,7 +73,6 @@ def told(make: Callable[..., Any], fields: Fields) -> str:
 
 
 def run(**fields: Any) -> TrainConfig:
-    """A run's configuration, from flat fields."""
     parts: dict[str, dict[str, Any]] = {}
     owners = {n: s for s, c in TrainConfig.__dataclass_fields__.items() for n in c.default_factory.__dataclass_fields__}  # type: ignore[union-attr]
     for name, value in ({"cpu": True} | fields).items():

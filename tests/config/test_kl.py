@@ -38,7 +38,6 @@ COMBINATIONS = st.fixed_dictionaries(
 
 
 def quiet(**fields: Any) -> KLConfig:
-    """A configuration, cautions unsaid."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)
         return KLConfig(**fields)

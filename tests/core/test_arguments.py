@@ -59,8 +59,6 @@ def test_which_data_types_a_kind_of_tensor_has(kind: Any, dtypes: tuple[torch.dt
 
 @dataclass
 class Cook:
-    """A configuration within a configuration."""
-
     name: str = "Ada"
 
 

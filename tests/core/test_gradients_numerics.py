@@ -43,7 +43,6 @@ def random_batch(seed, rows=4, tokens=6):
 
 
 def far_tokens(dtype):
-    """One token 30 nats above the reference, one 30 nats below."""
     near, far = [[-0.5]], [[-30.5]]
     above = torch.tensor(near, dtype=dtype), torch.tensor(far, dtype=dtype)
     return {30.0: above, -30.0: above[::-1]}

@@ -136,7 +136,6 @@ def in_band(kls: list[float], target: float) -> float:
 
 
 def highest(kls: list[float], target: float) -> float:
-    """The highest mean over 10 steps, in targets."""
     return max(fmean(kls[step : step + 10]) for step in range(len(kls) - 9)) / target
 
 

@@ -143,7 +143,6 @@ def rewards_drawn(*shares: float, completions: int, seed: int) -> list[float]:
 
 
 def falls(rewards: list[float]) -> int:
-    """Steps after which the reward has collapsed, by the rule."""
     runs = (history_of(reward=rewards[:done]) for done in range(10, len(rewards) + 1))
     return sum(look("reward-collapse", run) is not None for run in runs)
 

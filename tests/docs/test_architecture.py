@@ -70,7 +70,6 @@ def walk(part: str) -> list[Call]:
 
 @contextmanager
 def noted_calls() -> Iterator[list[Call]]:
-    """Every call of a function of klamp, in order."""
     calls: list[Call] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:

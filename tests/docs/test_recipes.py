@@ -151,7 +151,6 @@ def parsed(path: Path) -> ast.Module:
 
 
 def members(node: Any) -> dict[str, Any]:
-    """Functions, classes and assigned names of a module or class."""
     named: dict[str, Any] = {}
     for x in node.body:
         targets = x.targets if isinstance(x, ast.Assign) else [getattr(x, "target", x)]

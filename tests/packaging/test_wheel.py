@@ -24,7 +24,6 @@ BELONG_TO_EXTRAS = "accelerate datasets math_verify matplotlib peft ray tensorbo
 
 @pytest.fixture
 def base(installed: Callable[[str], Path], tmp_path: Path) -> Environment:
-    """`pip install klamp`."""
     return Environment(installed("wheel"), tmp_path)
 
 

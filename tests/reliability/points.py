@@ -124,7 +124,6 @@ def halved(owner: Any, name: str) -> Point:
 
 
 def weights(aim: Aim) -> None:
-    """While the weights of the policy, or those of its adapter, are saved."""
     for owner in (transformers.modeling_utils, peft.peft_model):
         halved(owner, "safe_save_file")(aim)
 

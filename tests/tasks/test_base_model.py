@@ -39,13 +39,11 @@ TINY = {"hidden_size": 16, "layers": 1, "heads": 2, "steps": 6, "batch_size": 8}
 
 @pytest.fixture
 def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Another recipe."""
     return lambda **changes: monkeypatch.setattr(module, "RECIPE", {**module.RECIPE, **changes})
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: Callable[..., None]) -> Path:
-    """A cache of its own, and a tiny model."""
     monkeypatch.setenv("KLAMP_CACHE", str(tmp_path / "cache"))
     changed(**TINY)
     return tmp_path / "cache"

@@ -27,7 +27,6 @@ def cells(backend: str) -> dict[str, str]:
 
 
 def spans(text: str) -> list[str]:
-    """The code in a cell."""
     return re.findall(r"`([^`]+)`", text)
 
 
@@ -44,7 +43,6 @@ def folder_of(run: Path, backend: str, *, adapter: bool = False) -> Path:
 
 
 def loaded(run: Path, backend: str) -> Any:
-    """The model, by the very line that the table has."""
     (line,) = spans(cells(backend)["in Python"])
     assert line.startswith("AutoModelForCausalLM.from_pretrained(FOLDER")
     model = eval(line, {"AutoModelForCausalLM": AutoModelForCausalLM, "FOLDER": folder_of(run, backend)})  # our page
@@ -53,7 +51,6 @@ def loaded(run: Path, backend: str) -> Any:
 
 
 def loaded_adapter(run: Path, backend: str) -> Any:
-    """The model with its adapter, as peft loads it."""
     return AutoPeftModelForCausalLM.from_pretrained(folder_of(run, backend, adapter=True)).float().eval()
 
 

@@ -33,8 +33,6 @@ class Row:
 
 @dataclass
 class Losses:
-    """What the step's loss is made of."""
-
     policy: Tensor
     kl: Tensor
 
@@ -85,7 +83,6 @@ def _leaves_out(config: TrainConfig) -> bool:
 
 
 def advantages_of(context: Context, rows: list[Row], beta: float) -> list[float]:
-    """Group by group, by hand."""
     config, size = context.config, context.config.rollout.num_generations
     rewards = [row.reward for row in rows]
     if config.kl.kl_placement == "reward":
@@ -132,7 +129,6 @@ def gates_of(context: Context, rows: list[Row], reference_length: float | None) 
 
 
 def loss_of(context: Context, rollout: Rollout, *, beta: float, old: list[Tensor] | None = None) -> Losses:
-    """The loss of the whole step, with gradient."""
     rows, objective = rows_of(context, rollout), context.objective
     before = [row.policy.detach() for row in rows] if old is None else old
     gates = gates_of(context, rows, context.control.reference_length)

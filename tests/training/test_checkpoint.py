@@ -32,7 +32,6 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def runs(llama, tmp_path_factory):
-    """Finished runs: all weights, and an adapter."""
     finished = {}
     for name, changes in {"full": {}, "adapter": {"lora_r": 2}}.items():
         folder = tmp_path_factory.mktemp("runs") / name
@@ -68,7 +67,6 @@ def test_a_checkpoint_holds_safetensors_json_and_tensors_only(run):
 
 @pytest.fixture
 def parts(context_of):
-    """What a checkpoint is made of."""
     context = context_of()
     optimizer = torch.optim.AdamW(context.policy.parameters())
     saved = {"policy": context.policy, "tokenizer": context.tokenizer, "optimizer": optimizer, "anchors": {}}

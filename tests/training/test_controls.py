@@ -32,7 +32,6 @@ def test_an_averaging_reference_moves_by_its_share():
 
 
 def distance(reference: torch.nn.Module, policy: torch.nn.Module) -> float:
-    """The norm of the difference of all weights."""
     pairs = zip(reference.parameters(), policy.parameters(), strict=True)
     return float(torch.cat([(a.double() - b.double()).flatten() for a, b in pairs]).norm())
 

@@ -148,7 +148,6 @@ def test_a_second_one_is_refused_until_the_first_is_gone(tmp_path):
 
 
 def can_hold(folder: Path) -> bool:
-    """Whether nobody has the lock."""
     with suppress(RunFolderError), held(folder, by="y"):
         return True
     return False

@@ -84,7 +84,6 @@ CLIP = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
 
 
 def by_hand(context, model) -> float:
-    """Mean completion length of a model, one prompt at a time."""
     rollout, lengths = context.config.rollout, []
     prompts = [e.prompt for e in context.task.train[:64]]
     uniforms = uniform_numbers(context.config.run.seed, -1, len(prompts), rollout.max_completion_length)

@@ -165,7 +165,6 @@ def test_a_draw_inverts_the_cumulative_distribution(size, seed, spread, gaps):
 
 
 def sampled(model, traits, prompts, *, stop=(1, 7, 11, 20, 33), greedy=False, **rollout):
-    """Completions of prompts, [rows, P] ids and mask."""
     settings = RolloutConfig(max_completion_length=LENGTH, **rollout)
     numbers = None if greedy else uniform_numbers(0, 0, len(prompts[0]), LENGTH)
     return generate(model, *prompts, rollout=settings, stop=stop, pad=0, uniforms=numbers, traits=traits)

@@ -16,8 +16,6 @@ from klamp.lab.updates import control_metrics
 
 
 class Recorder(Observer):
-    """Writes down every call of a run."""
-
     def __init__(self) -> None:
         self.calls: list[tuple] = []
 
@@ -50,7 +48,6 @@ class Recorder(Observer):
         self.calls.append(("close",))
 
     def arguments(self, kind):
-        """The first argument of each call of one kind, in order."""
         return [call[1] for call in self.calls if call[0] == kind]
 
 

@@ -56,7 +56,6 @@ VARIANTS = {
 
 
 def moved(context):
-    """The context with a policy that has left its reference."""
     disturb(context.policy, size=0.03)
     return context, {name: x.clone() for name, x in context.policy.state_dict().items()}
 
@@ -206,7 +205,6 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_moments_as_they_were(conte
 
 
 def gradient_of(context_of, **changes):
-    """Gradient and losses of an update."""
     context = context_of(beta=BETA, max_grad_norm=0.0, kl_horizon="sequence", **changes)
     disturb(context.policy, size=0.02)
     trained = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}

@@ -54,8 +54,6 @@ def server_of(context):
 
 @pytest.fixture
 def connected_to(context, config_of):
-    """Connect a run to a server."""
-
     def connect_to(server, path="", **changes):
         with answering(server.answer) as url:
             config = config_of(reference="remote", reference_url=url + path, **changes)

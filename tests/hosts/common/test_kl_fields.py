@@ -20,8 +20,6 @@ TAUGHT = {field.name: field.default for field in dataclasses.fields(TeacherConfi
 
 @dataclass
 class Arguments(KLFields):
-    """A host's, with the one field of its own that says how much."""
-
     beta: float = 0.0
 
 

@@ -30,7 +30,6 @@ def model(seed: int = 0, *, tied: bool = True) -> Any:
 
 
 def moved(start: Any) -> Any:
-    """The model after an update of every weight."""
     torch.manual_seed(1)
     made = copy.deepcopy(start)
     with torch.no_grad():

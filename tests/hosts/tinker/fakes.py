@@ -16,8 +16,6 @@ T = TypeVar("T")
 
 @dataclass
 class FakeDatum:
-    """All that the loss looks at."""
-
     loss_fn_inputs: dict
 
 
@@ -53,7 +51,6 @@ def fake_batch(sizes=((3, 4), (3, 2), (2, 5), (2, 1)), *, seed=0, **changes):
 
 
 def column(data, name, *, boolean=False):
-    """One key of all datums, padded. [B, N]"""
     rows = pad([datum.loss_fn_inputs[name] for datum in data])
     return rows != 0 if boolean else rows
 

@@ -113,7 +113,6 @@ def test_refusals(changes, error, message):
 
 
 def datum(**changes: Any) -> FakeDatum:
-    """A datum of three positions, of which the first speaks of the prompt."""
     rows = {
         "target_tokens": torch.tensor([7, 8, 9]),
         "advantages": torch.tensor([0.0, 2.0, 2.0]),

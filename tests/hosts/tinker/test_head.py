@@ -189,7 +189,6 @@ def test_the_gradient_is_that_of_a_local_teacher_with_the_same_head(taught, stan
         theirs = [base_model().logprobs(other, [row], [goal])[0] for row, goal in zip(tokens, whole, strict=True)]
 
     def local(_, ours):
-        """klamp's loss with both models' distributions here: nothing of it was told."""
         columns = {name: [] for name in ("policy", "teacher", "kl")}
         rows = {name: [d.loss_fn_inputs[name].to_torch() for d in data] for name in data[0].loss_fn_inputs}
         for p, q, y, mu in zip(ours, theirs, rows["target_tokens"], rows["logprobs"], strict=True):

@@ -64,8 +64,6 @@ def test_stock_trl_with_a_lagging_policy(options: Any, bias: bool, policy: Any, 
 
 
 def with_input(name: str, change: Any) -> Any:
-    """A subclass that changes one input of the loss."""
-
     def loss(self: Any, model: Any, inputs: Any) -> Any:
         return trl.GRPOTrainer._compute_loss(self, model, {**inputs, name: change(inputs[name])})
 

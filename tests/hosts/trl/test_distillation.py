@@ -43,7 +43,6 @@ OF_GRPO = ("num_generations",)
 
 
 def settings(kind: type, folder: Any, **options: Any) -> Any:
-    """Arguments as the other tests have them."""
     asked = {"temperature": 0.7, "per_device_train_batch_size": 3, **options}
 
     def without_groups(**given: Any) -> Any:
@@ -163,7 +162,6 @@ def test_a_run_has_trls_numbers_where_its_divergence_is(base: Any, teacher: Any,
 
 
 def run(kind: type, base: Any, teacher: Any, folder: Path, **options: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The weights after a run, and its logged steps."""
     trainer = made(base, teacher, folder, kind=kind, **options)
     torch.manual_seed(11)
     trainer.train()

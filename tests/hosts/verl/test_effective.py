@@ -36,7 +36,6 @@ CONFIG: dict[str, Any] = {
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """The configuration above with some values changed, whichever section they are in."""
     made = copy.deepcopy(CONFIG)
     for name, value in changes.items():
         for section in (made["actor_rollout_ref"]["actor"], made["actor_rollout_ref"]["model"], made["algorithm"]):

@@ -98,7 +98,6 @@ def test_what_has_no_place_is_refused_with_its_reason(fields: dict[str, Any], te
 
 
 def config(**options: Any) -> dict[str, Any]:
-    """A whole configuration with a teacher, and some settings of its loss."""
     made = copy.deepcopy(CONFIG)
     loss = {"loss_mode": "k3", "topk": 32, "use_task_rewards": True, "distillation_loss_coef": 0.5}
     loss |= {"use_policy_gradient": False, "loss_max_clamp": None, **options}
