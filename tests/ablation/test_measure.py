@@ -183,7 +183,6 @@ def trained(llama: str, folder: Path, **changes) -> TrainConfig:
     ids=["no KL", "adapter", "moving reference", "another reference"],
 )
 def test_it_is_always_the_starting_model_that_is_measured_against(llama, tmp_path, sampled, changes) -> None:
-    """Whatever the run's own reference was."""
     if "ref_model" in changes:
         other = tiny_llama()
         disturb(other, seed=9, size=0.2)

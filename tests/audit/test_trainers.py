@@ -116,7 +116,6 @@ def test_the_whole_chunked_loss_of_liger(corrected: bool, follows: str) -> None:
 
 
 def test_log_probabilities_of_liger_are_float32_whatever_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a note of the audit claims."""
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction as Function
 
     seen = []
@@ -192,7 +191,6 @@ def test_the_kl_of_trl_is_linear_in_beta(trainer: Any) -> None:
 
 @pytest.mark.slow
 def test_log_probabilities_of_trl_are_float32_whatever_the_model(trainer: Any) -> None:
-    """What a note of the audit claims."""
     ids = torch.tensor([[3, 1, 2]])
     model = trainer.model.to(torch.bfloat16)
     try:

@@ -59,13 +59,7 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def watched(browser: Browser, file: Path, **context: Any) -> Iterator[Page]:
-    """A page that must load nothing but itself, log nothing, and keep to its policy.
-
-    Args:
-        browser: to open it in.
-        file: of the report.
-        context: what Playwright's contexts take.
-    """
+    """A page that must load nothing but itself, log nothing, and keep to its policy."""
     seen = Watched()
     opened = browser.new_context(**{"viewport": WIDE, "color_scheme": "light"} | context)
     opened.set_default_timeout(10_000)

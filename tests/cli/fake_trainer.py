@@ -80,13 +80,7 @@ def write_files(config: TrainConfig, folder: Path) -> None:
 def fake_trainer(
     folder: Path, *, loading: int = 0, at_step: Callable[[int], None] = lambda step: None
 ) -> Callable[[TrainConfig, Sequence[Observer]], RunSummary]:
-    """A stand-in for `train_run`.
-
-    Args:
-        folder: folder of the run.
-        loading: steps of loading before it.
-        at_step: called after each step; may raise.
-    """
+    """A stand-in for `train_run`."""
 
     def run(config: TrainConfig, observers: Sequence[Observer]) -> RunSummary:
         write_files(config, folder)

@@ -103,7 +103,6 @@ def save_tiny_model(folder: Path) -> None:
 
 
 def test_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Two steps of the built-in task through the whole command."""
     monkeypatch.chdir(tmp_path)
     save_tiny_model(tmp_path / "tiny")
     flags = ["--max_steps", "2", "--eval_size", "8", "--prompts_per_step", "4", "--num_generations", "4", "--cpu"]

@@ -86,7 +86,6 @@ def test_a_file_and_flags_on_top_of_it(tmp_path: Path) -> None:
 
 
 def test_a_teacher_by_flags_and_from_a_file(tmp_path: Path) -> None:
-    """With and without a reward; one whose coefficient is 0 is none."""
     text = explained("--teacher_model", "DIR", "--teacher_coef", "0.3", "--teacher_horizon", "sequence", "--beta", "0")
     assert "DIR: 0.3 x k1, KL(policy||teacher)" in text and "at the optimum" in text
     file = tmp_path / "run.yaml"

@@ -51,10 +51,6 @@ def taught(fields: Fields, chain: Chain) -> tuple[float, Tensor]:
     return found.item(), gradient_of(found, chain)
 
 
-def arrived(chain: Chain) -> Chain:
-    return replace(chain, policy_logits=chain.logits("teacher"))
-
-
 def silent(fields: Fields) -> bool:
     return all(r.gradient.norm() + r.gradient_variance < 1e-12 for r in (step(fields, seed).kl for seed in SEEDS))
 
@@ -145,7 +141,8 @@ def lower_bound(fields: Fields) -> bool:
 
 
 def leaves_the_teacher(fields: Fields) -> bool:
-    return all(taught(fields, arrived(world(seed)))[1].norm() > 1e-3 for seed in SEEDS)
+    arrived = (replace(chain, policy_logits=chain.logits("teacher")) for chain in map(world, SEEDS))
+    return all(taught(fields, chain)[1].norm() > 1e-3 for chain in arrived)
 
 
 def another_elsewhere(fields: Fields) -> bool:

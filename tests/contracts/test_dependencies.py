@@ -1,7 +1,4 @@
-"""Each library that klamp imports is declared in pyproject.toml, and comes with what imports it; none for nothing.
-
-And the oldest version that is declared of each is the one that `make test-oldest` installs.
-"""
+"""Each library that klamp imports is declared in pyproject.toml, and comes with what imports it; none for nothing."""
 
 from __future__ import annotations
 

@@ -40,7 +40,6 @@ def slope(loss: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("anchor", ["reference", "teacher", "sampler"])
 def test_a_term_to_any_anchor_is_the_reference_s_with_other_numbers(anchor):
-    """Value, gradient and metrics of the same term to each anchor, against that anchor as the reference."""
     batch = scored()
     as_reference = changed(batch, ref_logprobs=batch.anchors[anchor].logprobs)
     for placement, horizon in itertools.product(("loss", "advantage"), ("token", "sequence")):
@@ -204,7 +203,6 @@ def test_with_a_tool_between_the_turns_the_gradient_is_that_of_the_whole():
 
 @pytest.mark.parametrize("name", ["checkpoint of March", "reference", "teacher"])
 def test_a_term_to_any_name_follows_the_kl_to_that_anchor(name):
-    """A new anchor is one more entry: value, gradient and metrics, by enumeration of one position."""
     policy = torch.randn(5, dtype=torch.float64, requires_grad=True)
     anchor = torch.randn(5, dtype=torch.float64).log_softmax(-1)
     logprobs = policy.log_softmax(-1)

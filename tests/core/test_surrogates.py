@@ -14,7 +14,6 @@ SURROGATES = {"ppo_clip": ppo_clip, "cispo": cispo, "score_function": score_func
 
 
 def ratios(*values):
-    """Log-probabilities of a policy whose ratio to the old one takes the given values."""
     old = double([[-2.0] * len(values)])
     return (old + double([values]).log()).requires_grad_(True), old
 

@@ -1,7 +1,4 @@
-"""`make docs` fails on what a reader would stumble over: small sites with a planted fault, built by that command.
-
-And pages of the repository on their way into the site; and a public name that the reference leaves out.
-"""
+"""`make docs` fails on what a reader would stumble over: small sites with a planted fault, built by that command."""
 
 from __future__ import annotations
 

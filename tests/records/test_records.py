@@ -15,7 +15,6 @@ from klamp.errors import ConfigError, DataError
 
 
 def lines(path: Path, *rows: object) -> Path:
-    """The file with these rows as lines of JSON; of a folder its metrics.jsonl."""
     path = path / "metrics.jsonl" if path.is_dir() else path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

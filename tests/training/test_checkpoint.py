@@ -90,7 +90,6 @@ def test_a_checkpoint_loads_anywhere_and_scores_as_the_policy_did(parts, tmp_pat
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(parts, tmp_path, monkeypatch):
-    """And so are the lines of its steps."""
     synced, rename = [], Path.rename
     (tmp_path / "metrics.jsonl").touch()
 

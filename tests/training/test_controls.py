@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def config_of(config_of):
-    """Evaluations and checkpoints on the way are for test_resume.py; here the steps are looked at."""
     return lambda **changes: config_of(**{"eval_every": 0, "eval_size": 1, "save_every": 0, **changes})
 
 

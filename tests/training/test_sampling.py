@@ -88,7 +88,6 @@ def test_each_token_is_the_draw_of_a_plain_forward_at_its_own_number(model):
 
 
 def loud(model):
-    """The same model with generation settings that would change every completion."""
     model.generation_config = GenerationConfig(
         repetition_penalty=9.0,
         forced_eos_token_id=1,

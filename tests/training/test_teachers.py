@@ -47,7 +47,6 @@ def scored(context, **changes):
 @pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_value_and_gradient_are_those_of_whole_rows(context_of, teacher, kind):
-    """The list of every trainer, in klamp's own loop."""
     context = context_of(teacher_model=teacher, beta=0.3, scale_rewards="none", **KINDS[kind])
     disturb(context.policy, seed=3, size=0.02)
     rollout, _, batch = scored(context)

@@ -1,7 +1,4 @@
-"""A vLLM server as the reference: a local reference's numbers, and every mismatch refused before any work.
-
-`tests/engines/vllm/test_reference_server.py` does the same with a real vLLM.
-"""
+"""A vLLM server as the reference: a local reference's numbers, and every mismatch refused before any work."""
 
 from __future__ import annotations
 

@@ -156,7 +156,6 @@ def test_a_run_that_goes_on_without_its_kl_is_told() -> None:
 
 
 def test_a_damaged_state_is_refused() -> None:
-    """Also where nothing of it would be used."""
     fixed = control_of("fixed").state_dict()
     for damage in ({"controller": {}}, {"asked": {}}, {"asked": 7}):
         with pytest.raises(ConfigError, match="does not fit"):

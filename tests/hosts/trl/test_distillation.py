@@ -146,7 +146,6 @@ def test_the_loss_and_its_gradient_are_klamps_own(base: Any, teacher: Any, tmp_p
 
 @pytest.mark.parametrize("beta", [1.0, 0.5, 0.0])
 def test_a_run_has_trls_numbers_where_its_divergence_is(base: Any, teacher: Any, tmp_path: Path, beta: float) -> None:
-    """Untouched to the last bit; with the exact KL, whose direction is then that of TRL's beta, up to rounding."""
     options = {"beta": beta, "gradient_accumulation_steps": 2, "max_steps": 3}
     runs = [run(trl.DistillationTrainer, base, teacher, tmp_path, **options)]
     runs += [run(DistillationTrainer, base, teacher, tmp_path, **options, **more) for more in ({}, EXACT)]

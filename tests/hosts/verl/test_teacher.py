@@ -1,7 +1,4 @@
-"""A KL to a teacher in verl's configuration: its names, its arguments, its refusals, its words; without verl.
-
-That verl's own losses with it are klamp's: tests/engines/verl/test_teacher.py.
-"""
+"""A KL to a teacher in verl's configuration: its names, its arguments, its refusals, its words; without verl."""
 
 from __future__ import annotations
 
