@@ -113,7 +113,6 @@ def test_both_directions_are_those_of_enumeration(monkeypatch) -> None:
 
 @pytest.fixture
 def sampled(monkeypatch):
-    """Every batch of completions that a measurement drew, and by which model."""
     seen = []
     usual = module.completed
 

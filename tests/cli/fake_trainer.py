@@ -22,7 +22,6 @@ AFTER = {"addition": 0.9375, "subtraction": 0.8945, "reversal": 0.9961}
 
 
 def metrics_at(step: int, config: TrainConfig) -> dict[str, float]:
-    """The metrics of a step; without a reference there is no KL among them."""
     done = 1 - math.exp(-step / 40)
     found = {
         "reward": 0.752 + 0.18 * done,

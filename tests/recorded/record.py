@@ -47,7 +47,6 @@ def write(run: Path, record: Path, diagnosis: Diagnosis) -> None:
 
 
 def said(diagnosis: Diagnosis) -> list[tuple[Any, ...]]:
-    """What was found, and when."""
     return [(each.alarm.name, each.first_step, each.alarm.level) for each in diagnosis.findings]
 
 

@@ -143,7 +143,6 @@ def deleted(aim: Aim) -> None:
 
 
 def tracked(aim: Aim) -> None:
-    """While TensorBoard's file is written."""
     usual = RecordWriter.write
 
     def write(self: Any, data: bytes) -> None:

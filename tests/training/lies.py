@@ -31,7 +31,6 @@ def spans(text: str) -> list[str]:
 
 
 def folder_of(run: Path, backend: str, *, adapter: bool = False) -> Path:
-    """The folder of the newest model of a run, as two rows of the table name it."""
     rows = cells(backend)
     (place,) = spans(rows["a checkpoint, in the run's folder"])[:1]
     pattern = place.replace("-N", "-*").replace("_N", "_*")

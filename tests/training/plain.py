@@ -72,7 +72,6 @@ def rows_of(context: Context, rollout: Rollout) -> list[Row]:
 
 
 def later(x: Tensor) -> Tensor:
-    """Sum over the positions after each one."""
     return torch.stack([x[t + 1 :].sum() for t in range(len(x))])
 
 

@@ -30,8 +30,6 @@ ARITHMETIC: dict[str, Any] = {
 
 
 class Told(Observer):
-    """What a run said of itself."""
-
     def __init__(self, after_step: Callable[[int], None] = lambda step: None) -> None:
         self.names: list[str] = []
         self.after_step = after_step

@@ -44,7 +44,6 @@ def runs(llama, tmp_path_factory):
 
 @pytest.fixture(params=["full", "adapter"])
 def run(runs, request, tmp_path):
-    """A copy of a finished run, to be damaged."""
     source = runs[request.param]
     folder = Path(shutil.copytree(source.folder, tmp_path / "copy"))
     resumed = source.values | {"output_dir": str(folder), "resume": True, "max_steps": 5}

@@ -26,7 +26,6 @@ from klamp.names import COMPLETIONS
 
 
 def by_hand(context) -> dict[str, float]:
-    """Mean reward of what transformers' own greedy decoding writes, prompt by prompt."""
     settings = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=context.stop, pad_token_id=context.pad)
     found = {}
     for skill, examples in context.task.evaluation.items():

@@ -167,16 +167,13 @@ def test_the_divergence_and_a_step_refuse_in_words_too() -> None:
 ROLLOUT = RolloutConfig(prompts_per_step=4, num_generations=6, max_completion_length=6)
 
 
-def short(prompt: str, completion: str) -> float:
-    return -float(len(completion))
-
-
 def trained(*, steps: int, seed: int = 0, **changes):
     """A tiny model trained to be brief; the model and its history."""
     model = tiny_llama()
-    settings = {"rollout": ROLLOUT, "reward": short, "ref_model": tiny_llama(), "kl_coef": 0.05, **changes}
+    settings = {"rollout": ROLLOUT, "ref_model": tiny_llama(), "kl_coef": 0.05, **changes}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    reward, prompts = settings.pop("reward"), settings.pop("prompts", ["1+1=", "rev ab=", "5-2=", "77+8=", "1-1="])
+    reward = settings.pop("reward", lambda prompt, completion: rewards.short(completion))
+    prompts = settings.pop("prompts", ["1+1=", "rev ab=", "5-2=", "77+8=", "1-1="])
     history = train(model, arithmetic_tokenizer(), prompts, reward, optimizer, steps=steps, seed=seed, **settings)
     return model, history
 

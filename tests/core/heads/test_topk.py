@@ -23,7 +23,6 @@ LEARNS = ((True, True), (True, False), (False, True))
 
 
 def several(n, k, v):
-    """Token ids [n, k], some of a row twice."""
     ids = torch.randint(v, (n, k), generator=torch.Generator().manual_seed(3))
     if k > 2:
         ids[:, 2] = ids[:, 0]

@@ -39,7 +39,6 @@ def moved(start: Any) -> Any:
 
 
 def logits_of(made: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """In one plain pass, [T, V]."""
     with torch.no_grad():
         return made(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].float()
 

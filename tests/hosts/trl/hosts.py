@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import trl
 from datasets import Dataset
@@ -27,6 +28,7 @@ from klamp.config import KLConfig
 from klamp.hosts.trl.grpo_trainer import join
 from klamp.trl import GRPOConfig, GRPOTrainer
 
+LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
 # accelerate collects garbage at the end of every `train`; without this it would walk through all of torch each time.
 gc.collect()
 gc.freeze()

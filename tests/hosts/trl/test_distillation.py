@@ -65,7 +65,6 @@ def made(
 
 
 def batch_of(trainer: Any, rows: int = 3, seed: int = 5) -> dict[str, Any]:
-    """A batch of completions that the student drew, of unequal lengths."""
     torch.manual_seed(seed)
     inputs = trainer._generate_and_score_completions([{"prompt": text} for text in PROMPTS[:rows]])
     inputs["completion_mask"][0, 3:] = 0

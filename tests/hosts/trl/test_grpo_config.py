@@ -13,12 +13,12 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import trl
 import yaml
 from tests.hosts.trl.hosts import (
+    LORA,
     arguments,
     build,
     generated,
@@ -182,9 +182,6 @@ def test_attach_takes_no_trainer_whose_arguments_have_a_kl_of_their_own(tmp_path
     trainer = build(trl.GRPOTrainer, model(), arguments(folder=tmp_path, beta=0.0, kl_monitor=True))
     with pytest.raises(ConfigError, match=r"have KL fields of their own\n  got: kl_monitor"):
         attach(trainer, KLConfig(beta=0.1))
-
-
-LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,6 @@ def teacher() -> Any:
 
 
 def made(base: Any, teacher: Any, folder: Path, **options: Any) -> Any:
-    """A trainer whose policy has moved from its start, with a teacher."""
     given = {"teacher_coef": COEF, "scale_rewards": "none", "max_steps": 4, **options}
     ref = {"ref_model": copy.deepcopy(base)} if given.get("beta") else {}
     extra = {**given.pop("trainer", {}), **ref, **({"teacher_model": copy.deepcopy(teacher)} if teacher else {})}

@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import trl
-from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, run, saved, stock_trainer
+from tests.hosts.trl.hosts import LORA, arguments, build, klamp_trainer, model, run, saved, stock_trainer
 
 from klamp.errors import KLWarning
 from klamp.trl import GRPOConfig, GRPOTrainer, effective
 
-LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
 RUNS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "two iterations": {"num_iterations": 2, "gradient_accumulation_steps": 2, "loss_type": "dapo"},
