@@ -61,7 +61,6 @@ class Fake:
 
 @pytest.fixture
 def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts an executor in the place of the real one; runs are below the working directory."""
     monkeypatch.chdir(tmp_path)
     save_tiny_model(tmp_path / "tiny")
 

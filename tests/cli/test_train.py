@@ -90,7 +90,6 @@ def test_after_an_alarm_the_run_goes_on_without_it(
 
 
 def save_tiny_model(folder: Path) -> None:
-    """A model of some thousand random weights that speaks the built-in task's characters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from klamp.lab.tasks import arithmetic_tokenizer

@@ -93,7 +93,6 @@ def run_of(
     source: str = "klamp run",
     **curves: Sequence[float],
 ) -> ReportRun:
-    """A run with these curves, completions and evaluations."""
     history = history_of(settings=settings, **curves)
     history.source = source
     history.add_completions(completions)

@@ -152,7 +152,6 @@ class StopAfter(Observer):
 
 
 def info_of(folder: Path, start_step: int, config: TrainConfig | None = None) -> RunInfo:
-    """What a run that goes on after a step tells before it."""
     sizes: dict[str, Any] = {"parameters": 1, "trainable_parameters": 1, "device": "cpu"}
     return RunInfo(config=config or TrainConfig(), output_dir=folder, start_step=start_step, **sizes)
 

@@ -126,7 +126,6 @@ def test_every_epoch_holds_every_prompt_once():
 
 
 def drawn(scores: torch.Tensor, uniforms: torch.Tensor, **rollout: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their log-probabilities for one row of scores at many uniform numbers."""
     sampler = InverseSampler(uniforms[:, None], 3, RolloutConfig(**rollout))
     rows = scores.expand(len(uniforms), -1)
     only = sampler(torch.zeros(len(uniforms), 3, dtype=torch.long), rows)

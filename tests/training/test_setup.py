@@ -130,7 +130,6 @@ def test_the_same_seed_makes_the_same_adapter(context_of):
 
 @pytest.fixture
 def cached_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache in which klamp has made no model yet."""
     monkeypatch.setenv("KLAMP_CACHE", str(tmp_path / "cache"))
     return tmp_path
 

@@ -35,7 +35,6 @@ IN_TEACHERS_REWARD = {"teacher_placement": "reward", "teacher_horizon": "sequenc
 
 
 def scored(context, **changes):
-    """A rollout, its policy's scores with the KL to the teacher, and the batch of the loss."""
     objective = context.objective
     rollout = collect(context, context.task.train[:3], step=0, terms=objective.terms)
     whole = slice(0, len(rollout.texts))

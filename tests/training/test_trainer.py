@@ -53,7 +53,6 @@ class Recorder(Observer):
 
 @pytest.fixture(scope="module")
 def run(llama, tmp_path_factory):
-    """A run of seven steps over ten prompts with a controller, watched by an observer."""
     folder, recorder = tmp_path_factory.mktemp("runs") / "run", Recorder()
     changes = {"max_steps": 7, "eval_every": 3, "save_every": 4, "target_kl": 0.004, "warmup_steps": 2, "beta": 0.1}
     changes |= {"kl_controller": "step", "log_completions_every": 4, "num_iterations": 2, "max_grad_norm": 0.5}

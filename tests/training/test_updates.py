@@ -61,7 +61,6 @@ def moved(context):
 
 
 def one_update(context, start, *, parts=1):
-    """Gradient as the optimizer gets it, rollout and output of a first update, in so many parts."""
     context.policy.load_state_dict(start)
     context = in_parts(context, parts)
     rollout = rollout_of(context, beta=BETA)

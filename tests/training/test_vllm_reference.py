@@ -236,6 +236,19 @@ def test_the_key_is_sent_to_this_server_and_seen_nowhere_else(monkeypatch):
     assert authorizations == [None, "Bearer secret", None]
 
 
+@pytest.mark.parametrize("rank", [{}, {"rank": 9}])
+def test_fewer_of_the_likeliest_than_were_asked_for_are_refused(rank):
+    entry = {"4": {"logprob": -3.0} | rank, "7": {"logprob": -0.5, "rank": 1}}
+    answer = {"choices": [{"index": 0, "prompt_logprobs": [None, entry]}]}
+    with in_turn((200, answer)) as (url, _), pytest.raises(ModelError, match="does not answer as it should"):
+        VLLMReference(url, "a", 2).score_tokens([[1]], [[4]], temperature=1.0)
+
+
+def test_the_head_is_in_the_order_of_ranks_and_has_the_token_by_its_rank_alone():
+    entry = {str(i): {"logprob": -float(rank), "rank": rank} for i, rank in ((4, 2), (7, 1), (2, 3))}
+    assert VLLMReference("http://h", "x", 2)._places([1, 4], [None, entry]) == [[(7, -1.0), (4, -2.0), (4, -2.0)]]
+
+
 def test_what_a_server_caps_is_known_before_the_first_step(context, config_of, server_of):
     server = server_of(most=5)
     with answering(server.answer) as url:

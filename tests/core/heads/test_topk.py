@@ -30,7 +30,6 @@ def several(n, k, v):
 
 
 def gradients(value, inputs):
-    """Those of the value times fixed random numbers."""
     factor = torch.randn(value.shape, generator=torch.Generator().manual_seed(7)).to(value.dtype)
     learning = [x for x in inputs if x.requires_grad]
     return torch.autograd.grad((value * factor).sum(), learning, retain_graph=True)

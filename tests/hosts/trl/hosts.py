@@ -68,7 +68,6 @@ def model(kind: str = "qwen2", *, seed: int = 0, **options: Any) -> Any:
 
 
 def saved(made: Any, folder: Path) -> str:
-    """A folder that holds the model and its tokenizer, as TRL's own reference needs one."""
     made.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
