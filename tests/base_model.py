@@ -10,7 +10,6 @@ from klamp.lab.tasks.arithmetic import base_model_folder, load_base_model
 
 
 def taught() -> Path:
-    """Its folder."""
     folder = base_model_folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):

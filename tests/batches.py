@@ -49,7 +49,6 @@ def changed(batch: Batch, **values: Any) -> Batch:
 
 
 def read(batch: Batch, name: str) -> Tensor:
-    """A value of a batch by its name in `FIELDS`."""
     names, field = FIELDS[name]
     return getattr(batch.anchors[names[0]], field)
 
@@ -57,12 +56,10 @@ def read(batch: Batch, name: str) -> Tensor:
 def objective_of(
     *, beta: float = 0.0, kl: KLTerm | None = None, others: tuple[Weighted, ...] = (), **choices: Any
 ) -> Objective:
-    """An objective with one KL and further ones."""
     return Objective(terms=(Weighted(beta, kl or KLTerm()), *others), **choices)
 
 
 def mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """A batch with each of its tensors changed."""
     tensors = {name: change(x) for name, x in vars(batch).items() if isinstance(x, Tensor)}
     anchors = {
         name: Scored(*(None if x is None else change(x) for x in scored)) for name, scored in batch.anchors.items()
@@ -71,5 +68,4 @@ def mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 
 
 def rows_of(batch: Batch, rows: slice | list[int]) -> Batch:
-    """Some completions of a batch."""
     return mapped(batch, lambda x: x[rows])

@@ -31,24 +31,20 @@ def standin(shared_standin, monkeypatch):
 
 @pytest.fixture
 def service(standin):
-    """The SDK's entry point to the stand-in."""
     import tinker
 
     return tinker.ServiceClient()
 
 
 def ready(client):
-    """A client that some versions of the SDK hand out as a future."""
     return client.result() if hasattr(client, "result") else client
 
 
 @pytest.fixture
 def trainer(service, standin):
-    """A training client with a fresh adapter."""
     return ready(service.create_lora_training_client(base_model=standin.base_model, rank=4, seed=1))
 
 
 @pytest.fixture
 def reference(service, standin):
-    """A sampling client of the base model."""
     return ready(service.create_sampling_client(base_model=standin.base_model))

@@ -14,8 +14,6 @@ from klamp.lab.config import section_classes
 
 @dataclass
 class Base:
-    """A class that another builds on."""
-
     first: int = 0
     """What the base says."""
     second: int = 0
@@ -24,8 +22,6 @@ class Base:
 
 @dataclass
 class Child(Base):
-    """The other class."""
-
     second: int = 1
     """What the child says
     in two lines.

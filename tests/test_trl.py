@@ -21,8 +21,6 @@ from klamp.trl import attach
 
 
 class Subclass(trl.GRPOTrainer):
-    """A user's trainer with something of its own."""
-
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         return super()._compute_loss(model, inputs) + 1.0
 

@@ -14,11 +14,7 @@ SECONDS = 240.0
 
 
 def wait_until(ready: Callable[[], object]) -> None:
-    """Return once something is so.
-
-    Raises:
-        TimeoutError: it never is.
-    """
+    """Return once something is so, or raise a TimeoutError."""
     deadline = time.monotonic() + SECONDS
     while not ready():
         if time.monotonic() > deadline:
@@ -27,11 +23,7 @@ def wait_until(ready: Callable[[], object]) -> None:
 
 
 def wait_for(file: Path) -> None:
-    """Return once another process has written a file.
-
-    Raises:
-        TimeoutError: it never does.
-    """
+    """Return once another process has written a file, or raise a TimeoutError."""
     wait_until(file.exists)
 
 

@@ -11,7 +11,6 @@ BEFORE = {"addition": 0.62, "subtraction": 0.97, "reversal": 0.99}
 
 
 def outcome(arm: str = "beta=0.01", seed: int = 0, **changes: Any) -> Outcome:
-    """A run that was done, with round numbers."""
     given: dict[str, Any] = {
         "values": {"beta": 0.01},
         "rl_skill": "addition",
@@ -23,7 +22,6 @@ def outcome(arm: str = "beta=0.01", seed: int = 0, **changes: Any) -> Outcome:
 
 
 def failed(arm: str = "beta=0.01", seed: int = 0, error: str = "RewardError: the judge | is out\nto lunch") -> Outcome:
-    """A run that failed."""
     return Outcome(run=f"{arm}_seed-{seed}", arm=arm, seed=seed, values={"beta": 0.01}, state="failed", error=error)
 
 

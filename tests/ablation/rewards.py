@@ -65,7 +65,6 @@ def kills_once(completion: str, **_: Any) -> float:
 
 
 def breaks(completion: str, **_: Any) -> float:
-    """Raises; leaves a line each time."""
     with (Path(os.environ[FOLDER]) / "breaks").open("a") as file:
         file.write("once\n")
     raise RuntimeError("the judge is out to lunch")

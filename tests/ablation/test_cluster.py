@@ -34,7 +34,6 @@ REWARDS = Path(rewards.__file__)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the ablation, which the rewards know."""
     return tmp_path_factory.mktemp("ablation")
 
 
@@ -54,15 +53,12 @@ def ray_cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The fields of a tiny run."""
     model = stored(tiny_llama(), tmp_path_factory.mktemp("llama"))
     return {**TINY, "eval_size": 2, "model": model, "max_steps": 3, "save_every": 1, "eval_every": 0}
 
 
 @pytest.fixture(scope="module")
 def run_of(base: dict[str, Any]) -> Callable[..., Run]:
-    """A tiny run with one of the rewards."""
-
     def make(name: str, judge: str = "digits", seed: int = 0) -> Run:
         plan = Plan(base={**base, "reward": f"{REWARDS}:{judge}"}, arms=(Arm(name=name),), seeds=(seed,))
         (run,) = runs(plan)
@@ -86,9 +82,7 @@ def test_a_broken_run_is_recorded_and_not_repeated(run_of: Callable[..., Run], f
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
-    folder: Path, run_of: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_a_killed_run_goes_on_from_its_checkpoint(folder: Path, run_of: Callable[..., Run], tmp_path: Path) -> None:
     killed = run_of("killed", "kills_once", 1)
     RayExecutor().run([killed], folder, nothing)
     assert int((folder / "killed").read_text()) != os.getpid()
@@ -96,9 +90,7 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_ctrl_c_lets_the_step_end_and_the_run_goes_on_from_there(
-    folder: Path, run_of: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_ctrl_c_lets_the_step_end_and_the_run_goes_on(folder: Path, run_of: Callable[..., Run], tmp_path: Path) -> None:
     run = run_of("stopped", "waits", 2)
     before = signal.getsignal(signal.SIGINT)
 

@@ -26,7 +26,6 @@ def configured(**changes) -> TrainConfig:
 
 
 def finished_run(folder: Path, *, steps: int = 2, **changes) -> tuple[Path, TrainConfig]:
-    """What is looked at of a run before anything is loaded."""
     (folder / "checkpoints" / f"step-{steps:06d}" / "policy").mkdir(parents=True)
     summary = {"steps": steps, "rl_skill": "addition", "before": {}, "after": {}, "final_metrics": {}}
     (folder / "summary.json").write_text(json.dumps(summary))

@@ -31,8 +31,6 @@ TROUBLE = "KLAMP_TEST_TROUBLE"
 
 
 class InThisProcess:
-    """An executor without processes."""
-
     def __init__(self, performs: Callable[[Run, Path], object] = perform) -> None:
         self.performs, self.ran = performs, []
 

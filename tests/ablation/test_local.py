@@ -41,8 +41,6 @@ def nap():  # a signal that comes just before a long sleep would only be seen af
 
 @pytest.fixture
 def executor(tmp_path, monkeypatch):
-    """An executor whose processes run a script."""
-
     def make(body: str, *, workers: int = 2, **settings) -> LocalExecutor:
         script = tmp_path / "worker.py"
         script.write_text(WORKER + textwrap.dedent(body))

@@ -113,7 +113,6 @@ def test_both_directions_are_those_of_enumeration(monkeypatch) -> None:
 
 @pytest.fixture
 def sampled(monkeypatch):
-    """Every batch of completions that a measurement drew, and by which model."""
     seen = []
     usual = module.completed
 
@@ -183,7 +182,6 @@ def trained(llama: str, folder: Path, **changes) -> TrainConfig:
     ids=["no KL", "adapter", "moving reference", "another reference"],
 )
 def test_it_is_always_the_starting_model_that_is_measured_against(llama, tmp_path, sampled, changes) -> None:
-    """Whatever the run's own reference was."""
     if "ref_model" in changes:
         other = tiny_llama()
         disturb(other, seed=9, size=0.2)

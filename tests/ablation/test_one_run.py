@@ -26,7 +26,6 @@ NUMBERS |= {"beta"}
 
 @pytest.fixture
 def run(plan_with) -> Run:
-    """The one with a KL."""
     return runs(plan_with())[1]
 
 

@@ -1,7 +1,4 @@
-"""The losses of Liger, torchrl, verl and OpenRLHF, and distillation losses, called as their trainers call them.
-
-TRL's trainer: tests/hosts/trl.
-"""
+"""The losses of Liger, torchrl, verl and OpenRLHF, and distillation losses, called as their trainers call them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ def products(model: Any, phase: str, *, lora_r: int = 0) -> int:
 
 
 def weights(model: Any) -> int:
-    """Entries of all linear layers of the trunk."""
     return sum(m.weight.numel() for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear))
 
 

@@ -59,13 +59,7 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def watched(browser: Browser, file: Path, **context: Any) -> Iterator[Page]:
-    """A page that must load nothing but itself, log nothing, and keep to its policy.
-
-    Args:
-        browser: to open it in.
-        file: of the report.
-        context: what Playwright's contexts take.
-    """
+    """A page that must load nothing but itself, log nothing, and keep to its policy."""
     seen = Watched()
     opened = browser.new_context(**{"viewport": WIDE, "color_scheme": "light"} | context)
     opened.set_default_timeout(10_000)
@@ -84,7 +78,6 @@ def watched(browser: Browser, file: Path, **context: Any) -> Iterator[Page]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    """Opens a report; what it did is checked when the test has ended."""
     stack: list[Any] = []
 
     def open_it(file: Path, **context: Any) -> Page:
@@ -109,7 +102,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, default_base_model: Path) -> 
 
 @pytest.fixture(scope="session")
 def report(runs: tuple[Path, Path]) -> Path:
-    """The report of the run that went too fast."""
     assert main(["report", str(runs[0])]) == 0
     return runs[0] / "report.html"
 

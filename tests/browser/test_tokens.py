@@ -33,7 +33,6 @@ def written_as(card: Locator, written: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def checked(page: Page, card: Locator, place: int, row: dict[str, Any]) -> None:
-    """The read-out of a token says what was written of it."""
     policy, ref, sampler = (row[f"{name}_logprobs"][place] for name in ("policy", "ref", "sampler"))
     said = tip(page)
     assert number(said["log-ratio"]) == pytest.approx(policy - ref, abs=6e-4)

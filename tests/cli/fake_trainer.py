@@ -22,7 +22,6 @@ AFTER = {"addition": 0.9375, "subtraction": 0.8945, "reversal": 0.9961}
 
 
 def metrics_at(step: int, config: TrainConfig) -> dict[str, float]:
-    """The metrics of a step; without a reference there is no KL among them."""
     done = 1 - math.exp(-step / 40)
     found = {
         "reward": 0.752 + 0.18 * done,
@@ -45,7 +44,6 @@ def metrics_at(step: int, config: TrainConfig) -> dict[str, float]:
 
 
 def run_info(config: TrainConfig, folder: Path, *, start_step: int = 0) -> RunInfo:
-    """What a run is known by before its first step."""
     return RunInfo(
         config=config,
         output_dir=folder,
@@ -57,7 +55,6 @@ def run_info(config: TrainConfig, folder: Path, *, start_step: int = 0) -> RunIn
 
 
 def summary_of(config: TrainConfig, folder: Path, *, steps: int, seconds: float = 72.4) -> RunSummary:
-    """What a run amounts to."""
     return RunSummary(
         output_dir=folder,
         steps=steps,
@@ -82,13 +79,7 @@ def write_files(config: TrainConfig, folder: Path) -> None:
 def fake_trainer(
     folder: Path, *, loading: int = 0, at_step: Callable[[int], None] = lambda step: None
 ) -> Callable[[TrainConfig, Sequence[Observer]], RunSummary]:
-    """A stand-in for `train_run`.
-
-    Args:
-        folder: folder of the run.
-        loading: steps of loading before it.
-        at_step: called after each step; may raise.
-    """
+    """A stand-in for `train_run`."""
 
     def run(config: TrainConfig, observers: Sequence[Observer]) -> RunSummary:
         write_files(config, folder)
@@ -115,7 +106,6 @@ def fake_trainer(
 
 
 def rise(name: str, step: int) -> AlarmFinding:
-    """An alarm that rose."""
     return AlarmFinding(
         alarm=ALARMS[name], first_step=step, last_step=step, steps=1, evidence=Evidence("from .1 to .9")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,6 @@ class Fake:
 
 @pytest.fixture
 def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts an executor in the place of the real one; runs are below the working directory."""
     monkeypatch.chdir(tmp_path)
     save_tiny_model(tmp_path / "tiny")
 
@@ -118,9 +118,6 @@ def test_an_interrupt_says_how_to_go_on(use, capsys) -> None:
     assert captured.err.rstrip().endswith(f"ablate {' '.join(FLAGS)} --output_dir runs/ablation-beta-001")
 
 
-# dry run -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_dry_run_prints_a_plan_that_can_be_run_and_does_nothing(use, capsys) -> None:
     fake = use(Fake())
     words = [*FLAGS, "--kl_clip_method", "none", "hard"]
@@ -150,9 +147,6 @@ def test_bad_combinations_are_refused_before_any_work(use, capsys, words, said) 
         err = capsys.readouterr().err
         assert said in err and "fix:" in err
     assert not fake.ran and not Path("runs").exists()
-
-
-# runs that are there already -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -195,9 +189,6 @@ def test_what_is_no_two_runs_is_refused(names, said, tmp_path, monkeypatch, caps
     Path("empty").mkdir()
     assert main(["ablate", "--runs", *names]) == 1
     assert said in capsys.readouterr().err and not Path("runs").exists()
-
-
-# the plan ------------------------------------------------------------------------------------------------------------
 
 
 def plan_of(words: str):
@@ -315,7 +306,4 @@ def test_the_plan_that_an_ablation_writes_can_be_read(tmp_path) -> None:
 def test_what_is_wrong_in_a_plan_is_refused(tmp_path, text) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_of(f"--plan {write(tmp_path, text)}")
-    assert (
-        "seeds cannot be read" in str(caught.value)
-        or "plan.yaml" in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
-    )
+    assert re.search("seeds cannot|plan.yaml", f"{caught.value} {getattr(caught.value, '__notes__', '')}")

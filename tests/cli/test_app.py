@@ -17,8 +17,6 @@ from klamp.errors import ModelError, TrainingStopped
 
 @pytest.fixture
 def fails(monkeypatch: pytest.MonkeyPatch):
-    """Makes `klamp train` raise."""
-
     def with_error(error: BaseException) -> None:
         def run(argv: list[str]) -> int:
             raise error

@@ -77,9 +77,7 @@ def test_what_cannot_be_audited(argv: list[str], code: int, text: str, capsys: p
         (["klamp_my_kl:odd"], 3, "cannot tell"),
     ],
 )
-def test_the_verdict_on_a_function_is_that_of_check(
-    argv: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_functions_verdict(argv: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", *argv]) == code
     assert text in capsys.readouterr().out
 
@@ -119,9 +117,7 @@ def test_what_a_loss_can_be_meant_to_be_are_the_cores_directions() -> None:
 
 
 @pytest.mark.parametrize(("means", "code"), [("reverse", 1), ("forward", 0)])
-def test_a_function_of_four_arguments_is_a_loss_of_distillation(
-    means: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_of_distillation(means: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "klamp_my_distil.py").write_text(LOSS, encoding="utf-8")
     assert main(["audit", "klamp_my_distil:distil", "--means", means]) == code
     out = capsys.readouterr().out

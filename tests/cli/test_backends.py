@@ -28,7 +28,6 @@ AROUND = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """The words of a small run in tmp_path/run, but for its backend."""
     return [*FLAGS, "--model", stored(tiny_llama(), tmp_path / "model"), "--output_dir", str(tmp_path / "run")]
 
 

@@ -24,8 +24,6 @@ class Log(io.StringIO):
 
 
 class Gone(io.StringIO):
-    """A reader that has left."""
-
     def write(self, text: str) -> int:
         raise BrokenPipeError
 
@@ -56,7 +54,6 @@ def rows_of(display: Display) -> list[str]:
 
 
 def drawn(display: Display) -> list[str]:
-    """The picture, line by line."""
     shown = console(terminal=False, width=display.console.width)
     shown.print(display.picture())
     return [line.rstrip() for line in shown.file.getvalue().splitlines()]  # pyright: ignore

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from klamp.cli import main
 
 
 def state(folder: Path, *kl: float, **more: float) -> str:
-    """A trainer_state.json with these values of the KL."""
     folder.mkdir(parents=True, exist_ok=True)
     log = [{"step": i + 1, "kl": value, "rewards/accuracy/mean": 0.5, **more} for i, value in enumerate(kl)]
     file = folder / "trainer_state.json"
@@ -88,9 +85,7 @@ def test_tokens_to_blame_stand_in_a_table(tmp_path: Path, capsys: pytest.Capture
         (["missing"], "there is nothing to examine"),
         (["missing", "--fail-on", "kl-spikes"], "did you mean 'kl-spike'"),
         (["missing", "--verifier", "rule"], "did you mean 'rules'"),
-        (["missing", "--map", "kl"], "there is no = with a name on either side"),
         (["missing", "--map", "rewrd=x"], "did you mean 'reward'"),
-        (["missing", "--map", "kl=a", "--map", "kl/k3=b"], "kl/k3 has two names"),
         (["--json"], "arguments are required: PATH"),
     ],
 )
@@ -104,9 +99,7 @@ def test_what_cannot_be_read_or_understood_is_2(argv: list[str], text: str, caps
     ("text", "why"),
     [('{"log_history": []}', "no step was logged"), ('{"log_history": [{"step": 1, "epoch": 0.1}]}', "")],
 )
-def test_a_record_with_nothing_to_check_is_not_called_sound(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
-) -> None:
+def test_nothing_to_check_is_not_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str) -> None:
     (tmp_path / "trainer_state.json").write_text(text, encoding="utf-8")
     assert main(["doctor", str(tmp_path / "trainer_state.json")]) == 2
     err = capsys.readouterr().err
@@ -126,9 +119,7 @@ def test_names_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert "alarm: kl-spike: the KL jumped (step 7)" in out
         assert "detached-reference" not in out, "it was checked: there is a reward"
     assert main(["doctor", str(tmp_path), "--map", "kl=your_kl"]) == 2
-    err = capsys.readouterr().err
-    assert "unknown number in the rows of" in err and "did you mean 'my_kl'" in err
-    assert "it has kl, my_kl, my_reward, step" in err
+    assert "did you mean 'my_kl'" in capsys.readouterr().err
 
 
 def test_what_the_run_was_warned_of_stands_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +136,6 @@ def test_what_the_run_was_warned_of_stands_first(tmp_path: Path, capsys: pytest.
 
 
 def log(folder: Path, **columns: object) -> str:
-    """A log of eight steps with these columns, the same in each."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"step": step, "reward": 0.5, **columns} for step in range(1, 9)]
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -166,11 +156,3 @@ def test_no_alarm_is_not_green_where_no_kl_was_looked_at(tmp_path: Path, capsys:
         assert "actor/ppo_kl" not in capsys.readouterr().out
     main(["doctor", log(tmp_path / "verl", **{"actor/kl_loss": 0.0, "actor/ppo_kl": 0.0})])
     assert "actor/ppo_kl: between the policy and the one that sampled" in " ".join(capsys.readouterr().out.split())
-
-
-def test_the_doctor_loads_neither_torch_nor_the_trainer() -> None:
-    run = Path(__file__).parents[1] / "recorded" / "sound"
-    heavy = "sorted({'torch', 'transformers', 'klamp.lab', 'klamp.core'} & {*sys.modules})"
-    code = f"import sys; from klamp.cli import main; main(['doctor', {str(run)!r}]); print({heavy})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"

@@ -32,9 +32,6 @@ def write(tmp_path: Path):
     return save
 
 
-# a command line ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sorted(configured_fields()))
 def test_every_field_is_a_flag_in_both_spellings_and_its_default_survives_its_own_text(name: str) -> None:
     known = configured_fields()[name]
@@ -119,9 +116,6 @@ def test_what_cannot_be_read_is_refused_with_the_way_out(command: str, argv: str
     assert said in str(caught.value) and caught.value.fix
 
 
-# a configuration -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("beta", ["0.0", "0.001", "0.01", "0.1"])
 def test_the_command_lines_of_the_grpo_tutorial(beta: str) -> None:
     argv = ["--config", str(DEMO), "--kl_penalty", beta, "--output_dir", f"output_beta_{beta}", "--max_steps", "5000"]
@@ -129,11 +123,6 @@ def test_the_command_lines_of_the_grpo_tutorial(beta: str) -> None:
     assert (config.kl.beta, config.kl.target_kl, config.run.max_steps) == (float(beta), 0.05, 5000)
     assert config.kl.controller_name == ("fixed" if beta == "0.0" else "hold"), "beta 0 means: without KL"
     assert read_file(DEMO) == {"beta": 0.01, "target_kl": 0.05}
-
-
-def test_the_flags_of_the_k3_bug_report() -> None:
-    config = parse_train(["--kl-beta", "0.0", "--num-generations", "8", "--max-steps", "100"])[0]
-    assert (config.kl.beta, config.rollout.num_generations, config.run.max_steps) == (0.0, 8, 100)
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(write) -> None:
@@ -165,9 +154,6 @@ def test_a_run_that_goes_on_is_as_it_was_but_for_what_is_named(write, monkeypatc
     assert parse_train([f"--resume=~/{folder.name}", "--beta", ".5"])[0] == config
     with pytest.raises(ConfigError, match="two folders are named"):
         parse_train(["--resume", str(folder), "--output_dir", "other"])
-
-
-# a file --------------------------------------------------------------------------------------------------------------
 
 
 def test_only_the_whole_is_checked_not_its_parts(write) -> None:

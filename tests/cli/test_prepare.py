@@ -205,17 +205,13 @@ def test_klamps_own_loop_is_not_launched_elsewhere(tmp_path: Path, capsys: pytes
     assert "set backend to trl or verl" in capsys.readouterr().err
 
 
-def test_what_is_wrong_with_the_data_is_said_before_the_machine_is_there(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_data_is_said_before_the_machine_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *words("trl"), "--prepare", "--prompt_column", "problem"]) == 1
     assert "has no column 'problem'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("backend", ["trl", "verl"])
-def test_the_page_has_the_commands_as_they_come_out(
-    folder: Path, capsys: pytest.CaptureFixture[str], backend: str
-) -> None:
+def test_the_page_has_the_printed_commands(folder: Path, capsys: pytest.CaptureFixture[str], backend: str) -> None:
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8").replace("\\\n", " ")
     told = {_plain(line) for line in page.splitlines()}
     for line in commands(prepared(backend, capsys))[1:-2]:

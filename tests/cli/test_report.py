@@ -10,7 +10,6 @@ import yaml
 from tests.report.pages import Node, parse
 
 from klamp.cli import main
-from klamp.lab.ablate.results import Outcome, write_outcome
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import plain
 
@@ -22,7 +21,6 @@ def lines(file: Path, *rows: dict) -> Path:
 
 
 def klamp_run(folder: Path, **changes) -> Path:
-    """What a short run writes."""
     kl = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]
     rows = [{"step": i + 1, "kl/k3": value, "reward": 0.5} for i, value in enumerate(kl)]
     lines(folder / "metrics.jsonl", {"step": 0, "eval/addition": 0.5}, *rows, {"step": 7, "eval/addition": 0.75})
@@ -35,7 +33,6 @@ def klamp_run(folder: Path, **changes) -> Path:
 
 
 def names_in(made: Node) -> list[str]:
-    """The runs of a comparison."""
     return [name.text for name in made.one("table", of="headlines").one("thead").all("b")]
 
 
@@ -88,25 +85,6 @@ def test_the_runs_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert names_in(made) == names
     keys = made.one("figure", id="chart-reward-0").one("ul", of="legend").all("path", of="curve")
     assert [key.classes[1] for key in keys] == ["s0", "s1"], "seeds of one arm share a colour"
-
-
-def test_an_arm_without_a_pull_keeps_its_kl(tmp_path: Path) -> None:
-    runs = tmp_path / "sweep" / "runs"
-    held = klamp_run(runs / "beta-0.1_seed-0", beta=0.1)
-    free = klamp_run(runs / "beta-0_seed-0", beta=0.0)
-    lines(free / "metrics.jsonl", *({"step": i, "reward": 0.5, "beta": 0.0} for i in range(1, 8)))
-    for folder, kl in ((held, 0.08), (free, 0.61)):
-        numbers = {"kl/reverse": kl, "kl/reverse_sequence": 4 * kl, "length": 4.0}
-        write_outcome(folder, Outcome(run=folder.name, arm=folder.name, seed=0, numbers=numbers))
-    assert main(["report", str(tmp_path / "sweep")]) == 0
-    made = page(tmp_path / "sweep" / "report.html")
-    table = {row[0]: row[1:] for row in made.one("table", of="headlines").rows()}
-    assert names_in(made) == ["beta-0_seed-0", "beta-0.1_seed-0"]
-    row = table["KL from the start (exact), nats/token"]
-    assert row == ["0.61on held-out prompts", "0.08on held-out prompts"]
-    assert "measured after training on completions to held-out prompts" in made.one(id="overview").text
-    assert main(["report", str(free)]) == 0
-    assert "0.61" in [each.text for each in page(free / "report.html").all(of="big")]
 
 
 def test_nothing_else_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

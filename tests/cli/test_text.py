@@ -9,15 +9,7 @@ import pytest
 from rich.console import Console
 
 from klamp.cli.display import Display
-from klamp.cli.text import (
-    cautions_shown,
-    exit_code,
-    say,
-    show_caution,
-    show_error,
-    show_paragraph,
-    show_table,
-)
+from klamp.cli.text import cautions_shown, exit_code, say, show_caution, show_error, show_paragraph, show_table
 from klamp.config import KLWarning
 from klamp.errors import ConfigError, DataError, KlampError, ModelError, RewardError, TrainingStopped, UnknownNameError
 
@@ -29,9 +21,7 @@ def test_a_table_is_aligned_and_without_headings_it_has_no_head(capsys: pytest.C
     assert capsys.readouterr().out == "title\n  ok  1\n"
 
 
-def test_a_file_has_room_for_a_wide_table_and_a_terminal_folds_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_folds_a_wide_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     headings = ("arm", *(f"a long heading, {i}" for i in range(6)))
     rows = [("beta=0.01", *(f"0.8{i}23 [0.{i}9, 0.8{i}]" for i in range(6)))]
     show_table("title", headings, rows)

@@ -25,7 +25,6 @@ from klamp.lab.folders import opened_folder, run_folder
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The run's folder, and the fake in the trainer's place."""
     monkeypatch.chdir(tmp_path)
     use(monkeypatch, tmp_path / "out")
     return tmp_path / "out"
@@ -53,9 +52,7 @@ def test_on_a_terminal_it_is_drawn(folder: Path, capsys) -> None:
     assert text.rindex("3/3") < text.rindex("12,345") < text.index("done: 3 steps")
 
 
-def test_a_stopped_run_says_how_to_continue(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_names_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def stop(step: int) -> None:
         if step == 2:
             try:
@@ -93,7 +90,6 @@ def test_after_an_alarm_the_run_goes_on_without_it(
 
 
 def save_tiny_model(folder: Path) -> None:
-    """A model of some thousand random weights that speaks the built-in task's characters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from klamp.lab.tasks import arithmetic_tokenizer
@@ -106,7 +102,6 @@ def save_tiny_model(folder: Path) -> None:
 
 
 def test_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Two steps of the built-in task through the whole command."""
     monkeypatch.chdir(tmp_path)
     save_tiny_model(tmp_path / "tiny")
     flags = ["--max_steps", "2", "--eval_size", "8", "--prompts_per_step", "4", "--num_generations", "4", "--cpu"]
@@ -139,9 +134,6 @@ def test_the_kl_per_token_and_per_completion_by_every_estimator(tmp_path: Path) 
     assert after(lines, "nats per completion") == ["0.06258", "0.06158", "0.06198"]
     (beta,) = (line for line in lines if line.startswith("beta: "))
     assert beta.startswith("beta: hold controller from 0.01, towards 0.05 nats per token; ")
-
-
-# before the run ------------------------------------------------------------------------------------------------------
 
 
 def plan(*flags: str) -> str:

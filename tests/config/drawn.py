@@ -23,7 +23,6 @@ GIVEN = {"reference_url": URL, "teacher_url": URL, "teacher_models": ("a=DIR",),
 
 
 def unchecked(cls: Any, **fields: Any) -> Any:
-    """A configuration whose fields nothing has checked."""
     made = object.__new__(cls)
     vars(made).update({field.name: field.default for field in dataclasses.fields(cls)} | fields)
     return made

@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +17,6 @@ from torch import Tensor
 
 from klamp.config import KLConfig, KLWarning, TeacherConfig
 from klamp.core.clipping import clip_gate
-from klamp.hosts.common.anchors import check_tokens
-from klamp.hosts.common.control import KLControl, resumed_text
-from klamp.hosts.common.kl_fields import warn_without_kl
 from klamp.lab.config import TrainConfig
 from klamp.verify.one_step import Scene, StepReport, examine_config
 from klamp.verify.oracle import cosine, forward_kl, gradient_of, local_kl, per_outcome, reverse_kl
@@ -43,7 +39,6 @@ def world(seed: int, *, cut: bool = False, vocab: int = 5, length: int = 2) -> C
 
 
 def step(fields: Fields, seed: int, *, cut: bool = False) -> StepReport:
-    """The KL of a configuration, enumerated."""
     return examine_config(
         quiet(KLConfig, fields | {"beta": 1.0}), scene=Scene(chain=world(seed, cut=cut), group_size=1)
     )
@@ -54,10 +49,6 @@ def taught(fields: Fields, chain: Chain) -> tuple[float, Tensor]:
     y = enumerate_outcomes(chain)
     found = (y.probs * per_outcome(as_loss(quiet(TeacherConfig, fields)), y)).sum()
     return found.item(), gradient_of(found, chain)
-
-
-def arrived(chain: Chain) -> Chain:
-    return replace(chain, policy_logits=chain.logits("teacher"))
 
 
 def silent(fields: Fields) -> bool:
@@ -78,7 +69,6 @@ def told(make: Callable[..., Any], fields: Fields) -> str:
 
 
 def run(**fields: Any) -> TrainConfig:
-    """A run's configuration, from flat fields."""
     parts: dict[str, dict[str, Any]] = {}
     owners = {n: s for s, c in TrainConfig.__dataclass_fields__.items() for n in c.default_factory.__dataclass_fields__}  # type: ignore[union-attr]
     for name, value in ({"cpu": True} | fields).items():
@@ -151,7 +141,8 @@ def lower_bound(fields: Fields) -> bool:
 
 
 def leaves_the_teacher(fields: Fields) -> bool:
-    return all(taught(fields, arrived(world(seed)))[1].norm() > 1e-3 for seed in SEEDS)
+    arrived = (replace(chain, policy_logits=chain.logits("teacher")) for chain in map(world, SEEDS))
+    return all(taught(fields, chain)[1].norm() > 1e-3 for chain in arrived)
 
 
 def another_elsewhere(fields: Fields) -> bool:
@@ -264,6 +255,12 @@ def test_it_is_said_where_it_is_true_and_not_where_it_is_false(
         assert not true(fields), f"it is true there, and not said: {fields}"
 
 
+def test_a_cut_sampler_is_no_matter_to_a_teacher_without_a_coefficient() -> None:
+    fields = DIR | CUT | {"teacher_estimator": "k3"}
+    assert "cut the sampler" in told(run, fields)
+    assert "cut the sampler" not in told(run, fields | {"teacher_coef": 0.0})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "on"),
     [
@@ -280,34 +277,6 @@ def test_a_field_of_another_teacher_is_read_by_that_one_alone(name: str, value: 
     assert "has no effect" not in told(TeacherConfig, {name: value} | on)
 
 
-def tokenizer(end: int, **vocab: int) -> Any:
-    return SimpleNamespace(eos_token_id=end, eos_token=f"<{end}>", get_vocab=lambda: vocab or {"a": 1})
-
-
-def test_who_ends_otherwise_or_tells_no_tokens() -> None:
-    def check(theirs: Any) -> None:
-        check_tokens(theirs, tokenizer(0), name="T")
-
-    assert "whether its token ids are the policy's is not known" in told(check, {"theirs": None})
-    assert "may pull the policy's end away" in told(check, {"theirs": tokenizer(2)})
-    assert told(check, {"theirs": tokenizer(0)}) == ""
-
-
-@pytest.mark.parametrize("fields", [{}, {"kl_monitor": True}, {"beta": 0.1}])
-def test_beta_0_is_said_to_leave_no_kl_where_no_reference_is_needed(fields: Fields) -> None:
-    kl = quiet(KLConfig, {"beta": 0.0, "kl_estimator": "k1"} | fields)
-    assert ("no reference is loaded" in told(warn_without_kl, {"kl": kl})) == (not fields) == (not kl.needs_reference)
-    control, before = KLControl(kl), quiet(KLConfig, {"beta": 0.1})
-    state = KLControl(before).state_dict() | {"last_kl": 0.1, "controller_name": "fixed"}
-    said = told(control.load_state_dict, {"state": state})
-    assert ("goes on without one: beta is 0" in said) == (not fields)
-
-
-def test_another_kl_after_a_resume_is_laid_to_the_reference_as_a_likelihood() -> None:
-    assert "Most likely the reference is another model" in resumed_text(0.1, 5.0)
-    assert resumed_text(0.1, 0.3) == "" == resumed_text(1e-9, 1e-8)
-
-
 @pytest.mark.parametrize(
     ("teacher", "kl", "warned"),
     [({"teacher_kind": "ema"}, 0.1, True), ({"teacher_kind": "ema"}, 0.0, False), (DIR, 0.1, False)],
@@ -320,15 +289,3 @@ def test_a_teacher_that_is_the_policy_begins_at_0(teacher: Fields, kl: float, wa
     trainer.warn = said.append
     Trainer._check_step_zero(trainer, {"teacher/kl": kl})
     assert ["should be about 0" in text for text in said] == [True] * warned
-
-
-def test_trls_own_correction_has_no_effect_on_klamps_kl(tmp_path: Path) -> None:
-    """That the loss is the same with it and without: tests/hosts/trl/test_matrix.py."""
-    from klamp.trl import GRPOConfig
-
-    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "beta": 0.1}
-    given = GRPOConfig.__dataclass_fields__["use_bias_correction_kl"].default
-    said = "use_bias_correction_kl=.* has no effect: the KL is klamp's"
-    assert re.search(said, told(GRPOConfig, options | {"kl_estimator": "k3", "use_bias_correction_kl": not given}))
-    assert not re.search(said, told(GRPOConfig, options | {"use_bias_correction_kl": not given}))
-    assert not re.search(said, told(GRPOConfig, options | {"kl_estimator": "k3"}))

@@ -6,13 +6,9 @@ import dataclasses
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.batches import objective_of
-from tests.config.drawn import unchecked
 
 from klamp.config import LOSS_TYPES, KLConfig, LossConfig
-from klamp.config.kl import ControllerName
 from klamp.config.loss import LossType
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
 from klamp.core.gradients import COEFFICIENTS
@@ -68,23 +64,6 @@ def test_every_field_of_the_term_is_the_configurations() -> None:
         assert KLConfig(reference="sampler").build_term().anchor == "sampler"
     elsewhere = KLConfig(kl_placement="advantage", kl_estimator="k1", kl_horizon="sequence").build_term()
     assert elsewhere.placement == "advantage"
-
-
-@given(
-    beta=st.sampled_from([0.0, 0.1]),
-    target=st.sampled_from([None, 0.05]),
-    controller=st.sampled_from([None, *get_args(ControllerName)]),
-    monitor=st.booleans(),
-)
-def test_which_controller_is_in_force_and_whether_a_reference_is_needed(
-    beta: float, target: float | None, controller: Any, monitor: bool
-) -> None:
-    kl = unchecked(KLConfig, beta=beta, target_kl=target, kl_controller=controller, kl_monitor=monitor)
-    if controller is not None:
-        assert kl.controller_name == controller
-    else:
-        assert kl.controller_name == ("hold" if target is not None and beta > 0 else "fixed")
-    assert kl.needs_reference == (beta > 0 or monitor)
 
 
 DEFAULTS = {

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from klamp.config import KLConfig
-from klamp.config.describe import (
-    describe_clip,
-    describe_price,
-)
+from klamp.config.describe import describe_clip, describe_price
 from klamp.config.loss import Price
 
 HARD = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}

@@ -38,7 +38,6 @@ COMBINATIONS = st.fixed_dictionaries(
 
 
 def quiet(**fields: Any) -> KLConfig:
-    """A configuration, cautions unsaid."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)
         return KLConfig(**fields)
@@ -144,9 +143,7 @@ def test_a_combination_either_builds_everything_or_is_refused_with_a_reason(fiel
     ],
     ids=lambda each: getattr(each, "get", lambda *_: "")("kl_controller", "") if isinstance(each, dict) else "",
 )
-def test_the_controller_is_the_one_that_is_named_with_its_parameters(
-    fields: dict[str, Any], expected: controllers.FixedController
-) -> None:
+def test_the_named_controller_has_its_parameters(fields: dict[str, Any], expected: controllers.FixedController) -> None:
     found = quiet(beta=0.2, **fields).build_controller()
     assert type(found) is type(expected)
     for kl in (0.0, 0.02, 0.05, 0.3, 0.3, 0.01):

@@ -47,17 +47,13 @@ PUBLISHED = r"kl_controller='{}' .*docs/controllers.md(?s:.*)Leave kl_controller
             ({"target_kl": 0.05, "kl_controller": name}, PUBLISHED.format(name), {"target_kl": 0.05})
             for name in ("step", "proportional")
         ),
-        (
-            {"beta_min": 0.001},
-            "beta_min=.* has no effect: it needs a controller",
-            {"target_kl": 0.05, "beta_min": 0.001},
-        ),
-        ({"beta_max": 1.0}, "beta_max=.* has no effect: it needs a controller", {"target_kl": 0.05, "beta_max": 1.0}),
+        ({"beta_min": 0.001}, "beta_min=.* needs a controller", {"target_kl": 0.05, "beta_min": 0.001}),
+        ({"beta_max": 1.0}, "beta_max=.* needs a controller", {"target_kl": 0.05, "beta_max": 1.0}),
         ({"kl_schedule": "cosine", "beta": 0.0}, "kl_schedule=.* needs a beta above 0", {"kl_schedule": "cosine"}),
         ({"kl_warmup_steps": 2, "beta": 0.0}, "kl_warmup_steps=.* needs a beta above 0", {"kl_warmup_steps": 2}),
         (
             {"kl_gradient": "none"},
-            "kl_gradient='none' with a beta above 0(?s:.*)kl_monitor=True",
+            "(?s)beta above 0.*kl_monitor",
             {"kl_gradient": "none", "beta": 0.0, "kl_monitor": True},
         ),
     ],
@@ -83,54 +79,28 @@ def test_a_target_that_beta_0_never_holds_is_warned_of(beta: float) -> None:
     assert all("target_kl=0.05 has no effect: it needs a beta above 0" in text for text in texts)
 
 
+IN_REWARD = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kl_placement": "reward", "kl_horizon": "sequence"}, "takes kl_estimator='k1' only, not 'k3'"),
     ({"kl_placement": "advantage", "kl_estimator": "k2"}, "takes kl_estimator='k1' only, not 'k2'"),
-    (
-        {"kl_placement": "advantage", "kl_estimator": "k1", "kl_gradient": "forward"},
-        "kl_gradient='forward' has no meaning with kl_placement='advantage'",
-    ),
+    ({"kl_placement": "advantage", "kl_estimator": "k1", "kl_gradient": "forward"}, "kl_gradient='forward' has no"),
     ({"kl_placement": "reward", "kl_estimator": "k1"}, "kl_placement='reward' has kl_horizon='sequence'"),
-    (
-        {"kl_placement": "advantage", "kl_estimator": "k1", "kl_off_policy": "token"},
-        "kl_off_policy has no meaning with kl_placement='advantage'",
-    ),
+    ({"kl_placement": "advantage", "kl_estimator": "k1", "kl_off_policy": "token"}, "kl_off_policy has no meaning"),
     ({"kl_estimator": "k1", "kl_gradient": "own", "kl_clip_method": "hard"}, "a clipped k1-as-loss is refused"),
-    (
-        {"kl_horizon": "sequence", "kl_off_policy": "token"},
-        "kl_horizon='sequence' needs kl_off_policy='sequence' (or 'none')",
-    ),
+    ({"kl_horizon": "sequence", "kl_off_policy": "token"}, "kl_horizon='sequence' needs kl_off_policy='sequence'"),
     ({"kl_controller": "step"}, "kl_controller='step' needs target_kl"),
-    (
-        {"beta": 0.0, "kl_controller": "step", "target_kl": 0.1},
-        "kl_controller='step' needs target_kl and a beta above 0",
-    ),
-    (
-        {"beta": 0.0, "kl_controller": "hold", "target_kl": 0.1},
-        "kl_controller='hold' needs target_kl and a beta above 0",
-    ),
+    ({"beta": 0.0, "kl_controller": "step", "target_kl": 0.1}, "'step' needs target_kl and a beta above 0"),
+    ({"beta": 0.0, "kl_controller": "hold", "target_kl": 0.1}, "'hold' needs target_kl and a beta above 0"),
     ({"target_kl": 0.1, "kl_schedule": "linear"}, "a schedule of beta cannot be combined with kl_controller='hold'"),
     ({"target_kl": 0.1, "kl_warmup_steps": 1}, "a schedule of beta cannot be combined with kl_controller='hold'"),
     ({"reference": "sampler", "kl_estimator": "exact"}, "kl_estimator='exact' cannot use the sampler"),
     ({"reference": "sampler", "target_kl": 0.1}, "reference='sampler' takes a fixed beta"),
     ({"reference": "remote"}, "reference='remote' needs reference_url"),
-    (
-        {"reference": "remote", "reference_url": "http://h", "kl_estimator": "exact"},
-        "kl_estimator='exact' cannot use a remote reference",
-    ),
-    (
-        {"kl_exclude_tokens": (1,), "kl_gradient": "forward", "kl_horizon": "sequence"},
-        "kl_exclude_tokens cannot leave tokens out",
-    ),
+    ({"reference": "remote", "reference_url": "http://h", "kl_estimator": "exact"}, "cannot use a remote reference"),
+    ({"kl_exclude_tokens": (1,), "kl_gradient": "forward", "kl_horizon": "sequence"}, "cannot leave tokens out"),
     ({"kl_clip_method": "hard", "kl_clip_level": "sequence"}, "gates sampled tokens by their own KL"),
-    (
-        {"kl_exclude_tokens": (1,), "kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
-        "kl_exclude_tokens cannot leave tokens out",
-    ),
-    (
-        {"kl_exclude_tokens": (1,), "kl_estimator": "exact", "kl_horizon": "sequence"},
-        "kl_exclude_tokens cannot leave tokens out",
-    ),
+    (IN_REWARD | {"kl_exclude_tokens": (1,)}, "cannot leave tokens out"),
+    ({"kl_exclude_tokens": (1,), "kl_estimator": "exact", "kl_horizon": "sequence"}, "cannot leave tokens out"),
 ]
 
 
@@ -160,9 +130,7 @@ def test_without_one_of_its_fields_it_is_another_combination(fields: dict[str, A
 
 
 @given(threshold=st.floats(0.01, 2), length=st.integers(1, 200), temperature=st.floats(0.001, 5))
-def test_a_soft_clip_is_warned_of_from_a_tenth_of_the_budget_on(
-    threshold: float, length: int, temperature: float
-) -> None:
+def test_a_soft_clip_is_warned_of_from_a_tenth_of_the_budget(threshold: float, length: int, temperature: float) -> None:
     soft = unchecked(
         KLConfig,
         kl_clip_method="soft",
@@ -192,12 +160,6 @@ def test_a_soft_clip_of_a_length_that_is_measured_is_judged_at_short_completions
     assert wide_clip(large, 20.0) == "" and "budget of 1.2" not in wide_clip(
         unchecked(KLConfig, **vars(large) | {"kl_reference_length": 9}), 2.4
     )
-
-
-@pytest.mark.parametrize(("budget", "passed"), [(0.5, "38 %"), (2.0, "12 %"), (5.0, "0.67 %")])
-def test_how_far_a_wide_soft_clip_is_open_is_said(budget: float, passed: str) -> None:
-    soft = unchecked(KLConfig, kl_clip_method="soft", use_per_token_kl_threshold=False, kl_clip_threshold=budget)
-    assert f"passes {passed} of the pull at a KL of 0" in soft.cautions()[0]
 
 
 @pytest.mark.parametrize("beta", [-0.1, math.nan, math.inf])

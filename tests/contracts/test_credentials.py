@@ -30,7 +30,6 @@ Program = Callable[..., tuple[int, str]]
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -72,7 +71,6 @@ def server(asked: set[tuple[str, str | None]]) -> Iterator[str]:
 
 @pytest.fixture
 def small(elsewhere: Path) -> str:
-    """A configuration file of a run of one step."""
     values = {**TINY, "reward": f"{rewards.__file__}:digits", "model": stored(tiny_llama(), elsewhere / "tiny")}
     values |= {"max_steps": 1, "beta": 0.1}
     file = elsewhere / "small.yaml"
@@ -81,12 +79,10 @@ def small(elsewhere: Path) -> str:
 
 
 def leaks(content: bytes) -> list[str]:
-    """The secrets in some bytes."""
     return [secret for secret in SECRETS if secret.encode() in content]
 
 
 def leaking(folder: Path) -> list[str]:
-    """The files of a folder with a secret in them or in their name."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert files
     return [str(file) for file in files if leaks(str(file).encode() + file.read_bytes())]
@@ -158,9 +154,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry_run"])
 @pytest.mark.parametrize("words", REFUSED.values(), ids=REFUSED)
-def test_where_they_could_only_be_shown_they_are_refused(
-    words: tuple[str, ...], more: list[str], klamp: Program, elsewhere: Path
-) -> None:
+def test_shown_alone_they_are_refused(words: tuple[str, ...], more: list[str], klamp: Program, elsewhere: Path) -> None:
     code, said = klamp(*words, *more)
     assert code == 2 and "why:" in said and "fix:" in said
     assert not list(elsewhere.iterdir())

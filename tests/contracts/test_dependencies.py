@@ -1,7 +1,4 @@
-"""Each library that klamp imports is declared in pyproject.toml, and comes with what imports it; none for nothing.
-
-And the oldest version that is declared of each is the one that `make test-oldest` installs.
-"""
+"""Each library that klamp imports is declared in pyproject.toml, and comes with what imports it; none for nothing."""
 
 from __future__ import annotations
 
@@ -143,13 +140,11 @@ def imports(file: Path, *, within_functions: bool) -> frozenset[str]:
 
 
 def libraries(modules: Iterable[str]) -> set[str]:
-    """What of these comes from elsewhere, as pip calls it."""
     top = {name.partition(".")[0] for name in modules}
     return {_pip_name(name) for name in top - sys.stdlib_module_names - {"klamp"}}
 
 
 def file_of(module: str) -> Path | None:
-    """The file of a module of klamp; None for a name that is not one."""
     path = ROOT / "src" / Path(*module.split("."))
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
 

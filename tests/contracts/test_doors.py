@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.contracts.test_public_names import HOST_SIGNATURES, MODULES
 from tests.docs.pages import DOCS, ROOT, load
-
-from klamp import KLWarning
 
 SOURCE = ROOT / "src" / "klamp"
 SETTINGS: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -36,22 +33,3 @@ def test_a_host_is_installed_described_pinned_and_tested(host: str) -> None:
     assert f"klamp.{host}" in load("hooks").DOORS
     assert f"klamp.{host}" in {*HOST_SIGNATURES, *MODULES}
     assert any((ROOT / "tests" / kind / host).is_dir() for kind in ("hosts", "engines"))
-
-
-def test_a_soft_clip_that_is_none_is_cautioned_at_every_door(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A clip of the default width, 1 nat, around a budget that is smaller in all but long completions."""
-    from klamp.cli import main
-    from klamp.hosts.verl.overrides import loss_kl
-    from klamp.trl import GRPOConfig
-
-    soft: dict[str, Any] = {"kl_clip_method": "soft", "kl_clip_threshold": 0.05}
-    words = "kl_clip_temperature=1 is wide against the budget of 5 nats for 100 tokens"
-    with pytest.warns(KLWarning, match=words):
-        GRPOConfig(output_dir=str(tmp_path), report_to=[], bf16=False, beta=0.01, **soft)
-    with pytest.warns(KLWarning, match=words):
-        loss_kl.__wrapped__("klamp:" + ",".join(f"{name}={value}" for name, value in soft.items()))
-    flags = [word for name, value in soft.items() for word in (f"--{name}", str(value))]
-    assert main(["train", "--dry_run", "--output_dir", str(tmp_path / "run"), *flags]) == 0
-    assert words in " ".join(capsys.readouterr().err.split())

@@ -12,27 +12,9 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "klamp"
 
 # Loaded by `import klamp`, any of these would make the library heavy, or tie it to one framework.
 HEAVY = (
-    "accelerate",
-    "datasets",
-    "huggingface_hub",
-    "math_verify",
-    "matplotlib",
-    "pandas",
-    "peft",
-    "pyarrow",
-    "ray",
-    "rich",
-    "safetensors",
-    "tensorboard",
-    "tinker",
-    "tokenizers",
-    "transformers",
-    "triton",
-    "trl",
-    "unsloth",
-    "verl",
-    "wandb",
-    "yaml",
+    *("accelerate", "datasets", "huggingface_hub", "math_verify", "matplotlib", "pandas", "peft"),
+    *("pyarrow", "ray", "rich", "safetensors", "tensorboard", "tinker", "tokenizers", "transformers"),
+    *("triton", "trl", "unsloth", "verl", "wandb", "yaml"),
 )
 
 

@@ -66,7 +66,6 @@ def test_the_share_of_saturated_groups_counts_those_whose_rewards_are_all_equal(
 
 
 def expected_group_gradient(chain, rewards, size, **choices):
-    """The score-function gradient averaged over every possible group of `size` samples."""
     logprobs = chain.logprobs("policy")[0]
     gradient = torch.zeros_like(chain.policy_logits)
     for group in itertools.product(range(chain.vocab), repeat=size):

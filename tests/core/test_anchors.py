@@ -12,7 +12,6 @@ from tests.batches import changed, flat_batch, objective_of, read, rows_of
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
-from klamp.core.masking import Totals
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.term import KLTerm, Weighted
 from klamp.core.topk import topk_kl
@@ -41,7 +40,6 @@ def slope(loss: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 @pytest.mark.parametrize("anchor", ["reference", "teacher", "sampler"])
 def test_a_term_to_any_anchor_is_the_reference_s_with_other_numbers(anchor):
-    """Value, gradient and metrics of the same term to each anchor, against that anchor as the reference."""
     batch = scored()
     as_reference = changed(batch, ref_logprobs=batch.anchors[anchor].logprobs)
     for placement, horizon in itertools.product(("loss", "advantage"), ("token", "sequence")):
@@ -108,24 +106,6 @@ def test_on_policy_distillation_is_the_gradient_of_the_kl_at_each_prefix():
                 found + weight[row, 0] * grpo_loss(one, objective_of(**surrogate, others=(Weighted(1.0, term),))).loss
             )
         torch.testing.assert_close(torch.autograd.grad(found, policy)[0], expected, rtol=0, atol=1e-12)
-
-
-def test_micro_batches_add_up_to_one_denominator_also_to_the_teacher():
-    """Case: five tokens in two micro-batches; the mean of two means would be .5."""
-    values = torch.tensor([[0.2, 0.2, 0.2, 0.2], [0.8, 0.0, 0.0, 0.0]])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
-    policy = torch.full((2, 4), -0.5, requires_grad=True)
-    batch = flat_batch(
-        policy_logprobs=policy, mask=mask, advantages=torch.zeros(2), teacher_logprobs=(policy - values).detach()
-    )
-    objective = objective_of(reduction="token_mean", others=(Weighted(1.0, TEACHER),))
-    whole = grpo_loss(batch, objective)
-    assert whole.loss.item() == pytest.approx(0.32)
-    totals = Totals(sequences=2, tokens=5, kl_tokens=5)
-    parts = []
-    for row in (slice(0, 1), slice(1, 2)):
-        parts.append(grpo_loss(rows_of(batch, row), objective, totals=totals).loss)
-    assert float(sum(parts).detach()) == pytest.approx(0.32)
 
 
 def test_what_the_teacher_did_not_score_is_a_gap_and_not_a_zero():
@@ -223,7 +203,6 @@ def test_with_a_tool_between_the_turns_the_gradient_is_that_of_the_whole():
 
 @pytest.mark.parametrize("name", ["checkpoint of March", "reference", "teacher"])
 def test_a_term_to_any_name_follows_the_kl_to_that_anchor(name):
-    """A new anchor is one more entry: value, gradient and metrics, by enumeration of one position."""
     policy = torch.randn(5, dtype=torch.float64, requires_grad=True)
     anchor = torch.randn(5, dtype=torch.float64).log_softmax(-1)
     logprobs = policy.log_softmax(-1)

@@ -35,9 +35,7 @@ def test_positive_numbers_pass(x: object) -> None:
 
 def test_none_passes_where_it_may_and_a_fraction_is_not_whole() -> None:
     check_number("x", None, optional=True)
-    with pytest.raises(
-        ConfigError, match=r"x must be a whole number >= 1, or None\n  got: 2.5 \(float\)\n  why: it is"
-    ):
+    with pytest.raises(ConfigError, match=r"x must be a whole number >= 1, or None\n  got: 2.5 \(float\)"):
         check_number("x", 2.5, AT_LEAST_1, whole=True, optional=True)
 
 
@@ -59,13 +57,8 @@ def test_which_data_types_a_kind_of_tensor_has(kind: Any, dtypes: tuple[torch.dt
                 check_tensors(kind, x=torch.zeros(2, dtype=dtype))
 
 
-# --- the fields of a configuration -----------------------------------------------------------------------------------
-
-
 @dataclass
 class Cook:
-    """A configuration within a configuration."""
-
     name: str = "Ada"
 
 

@@ -50,9 +50,6 @@ def test_the_gate_is_the_derivative_of_the_clipped_kl(method, temperature, kl, t
     assert not gate.requires_grad
 
 
-# --- budgets --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("threshold", "per_token", "length", "nats"),
     [

@@ -40,10 +40,7 @@ def exactly(*values):
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_kl_that_rounding_made_negative_counts_as_0(name):
     rounded, exact = MAKERS[name](), MAKERS[name]()
-    assert rounded.update(-1e-9) == exact.update(0.0) and rounded.state == exact.state
-
-
-# --- held values ----------------------------------------------------------------------------------------------
+    assert rounded.update(-1e-7) == exact.update(0.0) and rounded.state == exact.state
 
 
 def test_step_stands_still_on_the_edges_of_its_band_and_ppos_rule_halves_and_doubles_beyond_them():
@@ -64,9 +61,6 @@ def test_proportional_clips_the_relative_error_and_scales_it_by_steps_over_horiz
     assert controller.update(0.0, n_steps=10) == pytest.approx(0.202 * (1 - 0.2 * 10 / 100), abs=1e-9)
     assert controller.update(6.0, n_steps=10) == pytest.approx(0.197960, abs=1e-9)
     assert controller.update(1e9) == pytest.approx(0.197960 * (1 + 0.2 / 100), abs=1e-9)
-
-
-# --- properties -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -121,9 +115,6 @@ def test_a_saved_controller_continues_as_if_it_had_never_stopped(name, kls, cut)
     assert run(second, *kls[cut:]) == wanted[cut:]
 
 
-# --- refusals -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("kl", [float("nan"), float("inf"), -float("inf"), -1e-3, -1.0])
 def test_a_kl_that_is_nan_infinite_or_negative_is_refused_and_leaves_no_trace(name, kl):
@@ -133,11 +124,6 @@ def test_a_kl_that_is_nan_infinite_or_negative_is_refused_and_leaves_no_trace(na
     with pytest.raises(KlampError):
         controller.update(kl)
     assert controller.state_dict() == before
-
-
-def test_the_rounding_of_an_exact_kl_just_below_zero_counts_as_zero():
-    for name in ADAPTIVE:
-        assert MAKERS[name]().update(-1e-7) == MAKERS[name]().update(0.0)
 
 
 def test_more_steps_than_the_horizon_are_refused_since_the_factor_could_turn_negative():
@@ -177,9 +163,6 @@ def test_a_broken_saved_state_is_refused(name, broken):
         MAKERS[name]().load_state_dict(broken)
 
 
-# --- the tutorial's rule as a function ------------------------------------------------------------------------
-
-
 def as_printed(kl_divergence: float, target_kl: float, kl_coefficient: float) -> float:
     """The GRPO tutorial's function, word for word but for the coefficient, which it reads from outside."""
     if kl_divergence > target_kl * 1.5:
@@ -193,9 +176,6 @@ def as_printed(kl_divergence: float, target_kl: float, kl_coefficient: float) ->
 def test_the_tutorials_rule_is_the_step_rule(kl, target, beta):
     assert adaptive_kl_coefficient(kl, target, kl_coefficient=beta) == as_printed(kl, target, beta)
     assert adaptive_kl_coefficient(kl, kl_coefficient=beta) == as_printed(kl, 0.05, beta)
-
-
-# --- schedules ------------------------------------------------------------------------------------------------
 
 
 def test_the_factor_has_its_held_values():

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from klamp.core.estimators import ESTIMATORS, kl_estimate
 from klamp.errors import ConfigError
@@ -26,14 +24,10 @@ SLOPES = {
     "abs": lambda d: math.copysign(1.0, d),
 }
 DELTAS = (-3.0, -0.5, -0.01, 0.25, 1.0, 4.0)
-logprob32 = st.floats(-40.0, 0.0, allow_subnormal=False, width=32)
 
 
 def double(values):
     return torch.tensor(values, dtype=torch.float64)
-
-
-# --- formulas ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("estimator", SAMPLED)
@@ -52,19 +46,6 @@ def test_the_derivative_of_each_estimator_is_its_own_slope(estimator):
     assert by_table.tolist() == pytest.approx(policy.grad.tolist(), abs=1e-14)
 
 
-# --- sign, precision, dtype -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
-@given(policy=st.lists(logprob32, min_size=1, max_size=6), data=st.data())
-@settings(deadline=None, max_examples=100)
-def test_k2_k3_and_abs_are_never_negative(estimator, policy, data):
-    ref = data.draw(st.lists(logprob32, min_size=len(policy), max_size=len(policy)))
-    for dtype in (torch.float32, torch.float64):
-        values = kl_estimate(torch.tensor(policy, dtype=dtype), torch.tensor(ref, dtype=dtype), estimator=estimator)
-        assert (values >= 0).all() and torch.isfinite(values).all()
-
-
 @pytest.mark.parametrize("exponent", range(-20, -3))
 def test_k3_keeps_its_sign_and_size_near_zero_in_float32(exponent):
     delta = 2.0**exponent
@@ -80,9 +61,6 @@ def test_half_precision_log_ratios_are_not_rounded_again(dtype):
     # Both numbers are exact in either type; their difference is exact in neither.
     policy, ref = torch.tensor([-1.0078125], dtype=dtype), torch.tensor([-30.5], dtype=dtype)
     assert kl_estimate(policy, ref, estimator="k1").item() == 29.4921875
-
-
-# --- refusals and the table -------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn.functional import kl_div
 
 from klamp.core.estimators import exact_kl, kl_estimate
@@ -17,9 +15,6 @@ from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError, DataError, ShapeError
 
 DIRECTIONS = ("reverse", "forward", "js")
-rows = st.integers(2, 6).flatmap(
-    lambda v: st.tuples(*[st.lists(st.floats(-20, 20), min_size=v, max_size=v) for _ in range(2)])
-)
 
 
 def logits(seed, *shape):
@@ -49,16 +44,6 @@ def test_every_direction_agrees_with_torch_kl_div(direction):
 def test_gradients_pass_gradcheck(direction):
     policy = logits(6, 2, 4).requires_grad_(True)
     assert torch.autograd.gradcheck(lambda x: exact_kl(x, logits(7, 2, 4), direction=direction), policy)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@given(pair=rows, shift=st.floats(-30, 30))
-@settings(deadline=None, max_examples=60)
-def test_exact_kl_is_non_negative_and_blind_to_constant_shifts_of_the_logits(direction, pair, shift):
-    policy, ref = (torch.tensor(row, dtype=torch.float64) for row in pair)
-    value = exact_kl(policy, ref, direction=direction)
-    assert value >= -1e-15
-    assert exact_kl(policy + shift, ref - shift, direction=direction).item() == pytest.approx(value.item(), abs=1e-11)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -42,9 +42,7 @@ def test_torch_func_is_refused(function: Callable[[Tensor], Tensor], transform: 
 
 
 @pytest.mark.parametrize("function", OWN.values(), ids=OWN)
-def test_a_second_derivative_is_refused_where_the_graph_of_the_first_would_be_built(
-    function: Callable[[Tensor], Tensor],
-) -> None:
+def test_a_second_derivative_is_refused_where_its_graph_would_be_built(function: Callable[[Tensor], Tensor]) -> None:
     """With a term of plain torch beside it autograd would give a number, which lacks klamp's part."""
     x = HIDDEN.clone().requires_grad_(True)
     with pytest.raises(ConfigError, match="no second derivative"):

@@ -53,9 +53,6 @@ def test_own_with_the_sequence_horizon_is_refused():
         KLTerm(value="exact", gradient="forward", horizon="sequence")
 
 
-# --- the coefficients, one by one -----------------------------------------------------------------------------
-
-
 def random_tokens(seed, rows=3, tokens=5):
     generator = torch.Generator().manual_seed(seed)
     policy, ref, behavior = (-3 * torch.rand(rows, tokens, generator=generator, dtype=torch.float64) for _ in range(3))

@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from klamp.core.masking import (
-    Totals,
-    masked_mean,
-    masked_sum,
-    reduce_tokens,
-    total_denominator,
-    totals_of,
-)
+from klamp.core.masking import Totals, masked_mean, masked_sum, reduce_tokens, total_denominator, totals_of
 from klamp.errors import ConfigError, KlampError, UnknownNameError
 
 POISONS = (float("nan"), float("inf"), -float("inf"))

@@ -127,9 +127,6 @@ def test_without_a_reference_every_part_says_so():
             part()
 
 
-# --- in the reward or the advantage ---------------------------------------------------------------------------
-
-
 def shifted(advantages, policy, ref, mask, *, beta, kl_mask=None, **choices):
     batch = flat_batch(policy_logprobs=policy, ref_logprobs=ref, mask=mask, kl_mask=kl_mask, advantages=advantages)
     return shifted_advantages(advantages, prepare(batch, KLTerm(placement="advantage", **choices)), beta=beta)

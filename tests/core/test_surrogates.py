@@ -14,7 +14,6 @@ SURROGATES = {"ppo_clip": ppo_clip, "cispo": cispo, "score_function": score_func
 
 
 def ratios(*values):
-    """Log-probabilities of a policy whose ratio to the old one takes the given values."""
     old = double([[-2.0] * len(values)])
     return (old + double([values]).log()).requires_grad_(True), old
 
@@ -23,9 +22,6 @@ def loss_and_slope(surrogate, policy, old, advantages, **bounds):
     loss = surrogate(policy, old, advantages, **bounds)
     (slope,) = torch.autograd.grad(loss.sum(), policy)
     return loss.detach(), slope
-
-
-# --- ppo ------------------------------------------------------------------------------------------------------
 
 
 def test_ppo_clips_only_past_a_bound_in_the_direction_of_the_advantage():
@@ -51,9 +47,6 @@ def test_the_tokens_that_count_as_clipped_are_those_that_ppo_gives_no_gradient(l
     assert not ratio_clipped(policy, old, double([0.0]), clip_low=low, clip_high=high).any()
 
 
-# --- cispo and the score function -----------------------------------------------------------------------------
-
-
 def test_cispo_is_minus_the_bounded_ratio_times_the_advantage_times_log_policy_and_keeps_every_gradient():
     policy, old = ratios(0.5, 1.0, 1.5, 20.0)
     weights = double([[0.8, 1.0, 1.3, 1.3]])
@@ -71,9 +64,6 @@ def test_the_score_function_ignores_the_old_policy():
     loss, slope = loss_and_slope(score_function, policy, old, double([2.0]))
     assert torch.allclose(loss, -2.0 * policy.detach(), rtol=1e-12, atol=0)
     assert slope[0].tolist() == [-2.0, -2.0]
-
-
-# --- all three ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SURROGATES)

@@ -41,7 +41,6 @@ def samples(policy, anchor, head, *, sampler=None, **options):
 
 
 def mean(policy, anchor, head, **options):
-    """Expected value and gradient over the sampled token; what the sampler never draws is left out."""
     value, gradient, mu = samples(policy, anchor, head, **options)
     drawn = mu > 0
     return mu[drawn] @ value[drawn], mu[drawn] @ gradient[drawn]

@@ -19,7 +19,6 @@ SUM = {"surrogate": "score_function", "reduction": "sequence_sum"}
 
 
 def batch_of(ratios: list[list[float]], advantages: list[float]) -> Batch:
-    """Completions whose tokens have these ratios old / sampler, and the present policy for the old one."""
     policy = torch.full((len(ratios), len(ratios[0])), -3.0, dtype=torch.float64, requires_grad=True)
     sampler = (policy - torch.tensor(ratios, dtype=torch.float64).log()).detach()
     mask = torch.ones(policy.shape, dtype=torch.bool)

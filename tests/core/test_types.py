@@ -10,13 +10,7 @@ import torch
 from tests.batches import flat_batch
 
 from klamp.core.types import Batch, Scored, check_batch, check_logprobs
-from klamp.errors import (
-    DataError,
-    EmptyMaskError,
-    NonFiniteError,
-    ShapeError,
-    TensorError,
-)
+from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError, TensorError
 
 ONE = torch.zeros(1, 1)
 TRUE = torch.ones(1, 1, dtype=torch.bool)
@@ -50,8 +44,6 @@ def test_what_an_anchor_says_in_another_shape_is_refused_by_name(name: str) -> N
     with pytest.raises(ShapeError, match=rf"^anchors\['x'\]\.{name} does not have"):
         Batch(**columns, anchors={"x": Scored(ONE, **{name: wrong})})
 
-
-# --- values ---------------------------------------------------------------------------------------------------
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 LOGPROBS = torch.tensor([[-1.0, -2.0, -3.0], [-0.5, -0.1, -4.0]])

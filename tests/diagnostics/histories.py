@@ -28,7 +28,6 @@ def history_of(*, first: int = 1, settings: RunSettings | None = None, **curves:
 
 
 def noisy(level: float, steps: int, *, scale: float, seed: int = 0) -> list[float]:
-    """A curve with normal noise around a level."""
     generator = torch.Generator().manual_seed(seed)
     return (level + scale * torch.randn(steps, generator=generator, dtype=torch.float64)).tolist()
 

@@ -15,11 +15,10 @@ from tests.diagnostics.histories import completion, history_of
 
 from klamp.doctor import causes
 from klamp.doctor.alarm import is_apart, least_and_most, noise
-from klamp.doctor.alarms import ALARMS, check_names
+from klamp.doctor.alarms import ALARMS
 from klamp.doctor.examine import CONTENTS
 from klamp.doctor.history import History, RunSettings
 from klamp.doctor.metrics import METRICS
-from klamp.errors import UnknownNameError
 
 FOREIGN = {"sampler/abs", "advantage/max"}
 """Metrics of other trainers that klamp does not log."""
@@ -81,15 +80,6 @@ def test_no_value_breaks_a_rule(curves: dict[str, list[float]], logprobs: list[f
             alarm.rule(view)
 
 
-def test_unknown_names_are_refused_with_the_nearest() -> None:
-    check_names(ALARMS)
-    with pytest.raises(UnknownNameError, match="did you mean 'kl-spike'"):
-        check_names(["kl-spikes"])
-
-
-# --- the arithmetic of the rules -------------------------------------------------------------------------------------
-
-
 def test_noise_is_the_deviation_around_a_course() -> None:
     generator = torch.Generator().manual_seed(0)
     flat = (3 * torch.randn(4000, generator=generator)).tolist()
@@ -117,9 +107,6 @@ def test_of_few_values_more_errors_are_asked_as_students_t_has_it(values: int, q
     least, most = least_and_most(curve[:size])
     error = noise(curve[:size]) / math.sqrt(size)
     assert (most - least) / 2 / error == pytest.approx(quantile, rel=0.03)
-
-
-# --- what a run shows of why -----------------------------------------------------------------------------------------
 
 
 def test_causes_come_with_their_number_and_a_run_that_shows_nothing_names_none() -> None:

@@ -68,9 +68,6 @@ def test_completions_of_a_few_prompts_make_no_spike_below_a_nat() -> None:
         assert (look("kl-spike", history) is not None) == rises
 
 
-# --- the distance to the reference: at the start, on the way, and for what reward -------------------------------------
-
-
 @pytest.mark.parametrize("name", ["k1", "k3", "exact"])
 def test_step_zero(name: str) -> None:
     assert look("step-zero-kl", history_of(**{name: [1.1e-4]})) is not None
@@ -187,9 +184,6 @@ def test_a_kl_grows_for_nothing_where_the_reward_stands() -> None:
     assert look("kl-growing", short) is None
 
 
-# --- where each threshold of its strength lies, and the theory behind them --------------------------------------------
-
-
 def test_a_beta_that_ran_away() -> None:
     curves = {"beta": [0.0, *[0.1] * 10, *[3.0] * 10], "kl__k3_sequence": [2.0] * 21, "reward": [0.9] * 21}
 
@@ -202,9 +196,6 @@ def test_a_beta_that_ran_away() -> None:
     assert not raised(0.46, reward=[-0.95] * 21), "the size of the reward counts"
     assert not raised(0.46, beta=[0.0] * 21)
     assert not raised(0.46, beta=[0.1, *[3.0] * 8])
-
-
-# --- what other people's logs showed ----------------------------------------------------------------------------------
 
 
 def test_a_sum_over_a_completion_that_is_below_0_is_negative_too() -> None:

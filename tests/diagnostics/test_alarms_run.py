@@ -117,9 +117,6 @@ def test_retention(before: float, after: float, size: int | None, alarmed: bool)
     assert found is None or ("chat" in found.text and "math" not in found.text)
 
 
-# --- what the reward makes of a policy --------------------------------------------------------------------------------
-
-
 def wiggle(values: list[float], size: float = 0.01) -> list[float]:
     return [value + size * (-1) ** i for i, value in enumerate(values)]
 
@@ -146,7 +143,6 @@ def rewards_drawn(*shares: float, completions: int, seed: int) -> list[float]:
 
 
 def falls(rewards: list[float]) -> int:
-    """Steps after which the reward has collapsed, by the rule."""
     runs = (history_of(reward=rewards[:done]) for done in range(10, len(rewards) + 1))
     return sum(look("reward-collapse", run) is not None for run in runs)
 
@@ -199,9 +195,6 @@ def test_truncated_is_more_than_at_the_start_or_of_no_use_and_not_what_a_reward_
     assert look("truncated", history_of(**curves, length__reward_correlation=[0.1] * 20)) is not None
 
 
-# --- a policy that nothing trains -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("curves", "why"),
     [
@@ -237,9 +230,6 @@ def test_completions_of_which_no_token_is_trained_on() -> None:
 
 def test_a_run_that_begins_late_is_not_called_idle_from_the_start() -> None:
     assert look("not-trained", history_of(first=40, train__grad_norm=[0.0] * 5)) is None
-
-
-# --- held-out scores of foreign logs ----------------------------------------------------------------------------------
 
 
 def test_the_trained_reward_on_held_out_prompts_is_no_skill() -> None:

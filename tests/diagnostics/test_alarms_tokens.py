@@ -60,9 +60,6 @@ def test_a_lost_end_token() -> None:
     assert look("end-token-lost", at_step(padded)) is None
 
 
-# --- a sampler that is not the policy: where the threshold lies, and what its course and its places say of why --------
-
-
 @pytest.mark.parametrize(
     ("curves", "alarmed"),
     [

@@ -47,9 +47,6 @@ def test_what_the_record_lacks_is_said() -> None:
     assert "retention" not in examine(history).unchecked
 
 
-# --- while a run happens ---------------------------------------------------------------------------------------------
-
-
 def test_an_alarm_is_told_once_and_at_the_step_where_the_doctor_finds_it() -> None:
     curves = {"k3": [0.01] * 8 + [2.0] * 6, "length": [10.0] * 14, "reward": [0.5] * 14}
     history, watch = history_of(**curves), AlarmWatch(RunSettings())
@@ -68,18 +65,6 @@ def test_what_was_told_before_is_not_told_again_and_stops_all_the_same() -> None
     assert watch.stopped_by is not None and watch.stopped_by.alarm.name == "kl-spike"
 
 
-def test_what_came_before_a_checkpoint_counts_wherever_that_was() -> None:
-    curves = {"k3": [0.01] * 8 + [2.0] * 6, "length": [10.0] * 14, "reward": [0.5] * 14}
-    rows = history_of(**curves).rows
-    for done in range(9):
-        watch = AlarmWatch(RunSettings(), stop_on=("kl-spike",))
-        watch.keep(rows=rows[:done])
-        assert watch.stopped_by is None
-        for row in rows[done:]:
-            watch.step(row.step, row.metrics)
-        assert watch.stopped_by is not None and watch.stopped_by.first_step == 9
-
-
 def test_evaluations_are_looked_at() -> None:
     watch = AlarmWatch(RunSettings(rl_skill="a", eval_size=1000))
     assert watch.evaluation(0, {"a": 0.1, "b": 0.9}) == []
@@ -95,9 +80,6 @@ def test_a_long_run_is_not_kept_whole() -> None:
     assert len(steps) == EARLY + LATE and steps[0] == 1
     last = EARLY + LATE + 29
     assert list(watch.history.completions) == [1, *range(last - WRITTEN + 1, last + 1)]
-
-
-# --- what it cost, and what nobody looked at --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

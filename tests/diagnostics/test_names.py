@@ -48,9 +48,6 @@ def test_a_name_without_a_row_has_no_reduction_and_is_refused() -> None:
         check_metrics(["kl/new"])
 
 
-# --- the names of others ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

@@ -12,7 +12,6 @@ DOCS = ROOT / "docs"
 
 
 def load(name: str) -> ModuleType:
-    """A script of the documentation as a module; docs/ is no package."""
     spec = importlib.util.spec_from_file_location(f"klamp_docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -70,7 +70,6 @@ def walk(part: str) -> list[Call]:
 
 @contextmanager
 def noted_calls() -> Iterator[list[Call]]:
-    """Every call of a function of klamp, in order."""
     calls: list[Call] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -99,7 +98,6 @@ def last_round(walk: list[Call], calls: list[Call]) -> list[Call]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
-    """What a run of klamp's trainer calls, and its report: a clip, a schedule, a controller."""
     folder = tmp_path_factory.mktemp("walk")
     kl = {"beta": 0.1, "target_kl": 0.05, "kl_clip_method": "hard"}
     kl |= {"kl_clip_threshold": 0.01, "max_steps": 2}

@@ -1,7 +1,4 @@
-"""`make docs` fails on what a reader would stumble over: small sites with a planted fault, built by that command.
-
-And pages of the repository on their way into the site; and a public name that the reference leaves out.
-"""
+"""`make docs` fails on what a reader would stumble over: small sites with a planted fault, built by that command."""
 
 from __future__ import annotations
 
@@ -84,9 +81,6 @@ def test_the_site_fetches_no_page_of_its_own_from_the_network(hooks: ModuleType)
     for name in hooks.PAGES:
         text = hooks.relink((ROOT / name).read_text(encoding="utf-8"))
         assert f"{hooks.HOME}docs/" not in text and hooks.RAW not in text
-
-
-# the reference -------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_door_exports_is_public_and_its_rooms_are_not(hooks: ModuleType) -> None:

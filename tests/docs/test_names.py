@@ -31,7 +31,6 @@ FOREIGN = {"tests/test_grpo_trainer.py", "tests/cli/test_NAME.py", "examples/lan
 
 @cache
 def is_there(name: str) -> bool:
-    """Whether a dotted name is a module, or something in one."""
     parts = name.split(".")
     for size in range(len(parts), 0, -1):
         module = ".".join(parts[:size])

@@ -151,7 +151,6 @@ def parsed(path: Path) -> ast.Module:
 
 
 def members(node: Any) -> dict[str, Any]:
-    """Functions, classes and assigned names of a module or class."""
     named: dict[str, Any] = {}
     for x in node.body:
         targets = x.targets if isinstance(x, ast.Assign) else [getattr(x, "target", x)]
@@ -284,9 +283,7 @@ def test_a_changed_call_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "def compute_approx_kl(): ...\n\nkl = compute_approx_kl(now, base, log_probs_old=old, estimator=name)\n"
     )
     monkeypatch.setenv("KLAMP_CHECKOUTS", str(tmp_path))
-    with pytest.raises(
-        pytest.fail.Exception, match=r"ppo_actor.py:3\) calls .*unexpected keyword argument 'estimator'"
-    ):
+    with pytest.raises(pytest.fail.Exception, match=r"ppo_actor.py:3\) calls .*unexpected .*'estimator'"):
         test_a_recipe_binds("OpenRLHF")
 
 

@@ -1,7 +1,4 @@
-"""The page of sources: what it points to exists (tests, alarms, formulas, commands), and its verdicts are measured.
-
-And the paper trail: what has a name has a source.
-"""
+"""The page of sources: what it points to exists (tests, alarms, formulas, commands), and its verdicts are measured."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ figure.savefig("curves.png")
 
 
 def smaller(source: str) -> str:
-    """The cell with the sizes of the test."""
     for name, size in SIZES.items():
         source = re.sub(rf"^{name} = [\d, ]+", f"{name} = {size}  ", source, flags=re.M)
     return source

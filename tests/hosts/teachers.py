@@ -54,7 +54,6 @@ HAVE: dict[str, set[str]] = {
 
 
 def config_of(name: str, **options: Any) -> TeacherConfig:
-    """The configuration of one of the list."""
     return TeacherConfig(**{"teacher_model": "given", **KINDS[name], **options})
 
 

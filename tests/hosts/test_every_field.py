@@ -23,7 +23,6 @@ from klamp.verl import overrides
 
 
 def of_trl(config: Any) -> Any:
-    """The configuration that TRL's arguments with these fields describe."""
     fields = {name: list(x) if isinstance(x, tuple) else x for name, x in vars(config).items()}
     fields = {name: x for name, x in fields.items() if x != getattr(type(config), name)}
     args = arguments(scale_rewards="none", **{"beta": getattr(config, "beta", 0.01)} | fields)

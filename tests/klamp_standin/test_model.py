@@ -17,7 +17,6 @@ SEQUENCES = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13]]
 
 @pytest.fixture(scope="module")
 def double():
-    """A stand-in in float64, so that a difference comes from the wire."""
     with serve(tiny_model().double()) as standin:
         yield standin
 

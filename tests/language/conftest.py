@@ -14,13 +14,11 @@ SMOLLM2 = "examples/language/smollm2"
 
 @pytest.fixture(scope="session")
 def model() -> Any:
-    """SmolLM2-135M-Instruct."""
     return load_model(SMOLLM2)
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """The tokenizer of the model."""
     return load_tokenizer(SMOLLM2)
 
 

@@ -24,7 +24,6 @@ BELONG_TO_EXTRAS = "accelerate datasets math_verify matplotlib peft ray tensorbo
 
 @pytest.fixture
 def base(installed: Callable[[str], Path], tmp_path: Path) -> Environment:
-    """`pip install klamp`."""
     return Environment(installed("wheel"), tmp_path)
 
 
@@ -82,9 +81,7 @@ def test_audit(base: Environment) -> None:
     done = base.run("klamp", "audit", "mine:kl")
     assert done.returncode == 1 and "zero" in done.stdout, "k1 as a loss pulls nowhere: " + done.stdout + done.stderr
     done = base.run("klamp", "audit", "trl")
-    assert done.returncode == 2 and done.stderr.startswith(
-        "klamp: error: klamp audit trl needs trl, which is not installed\n"
-    )
+    assert done.returncode == 2 and done.stderr.startswith("klamp: error: klamp audit trl needs trl")
 
 
 def test_doctor_and_report(base: Environment, record: Path) -> None:
@@ -111,9 +108,7 @@ def test_what_needs_the_extra_train_says_so(base: Environment, words: tuple[str,
     ("file", "library", "extra"),
     [("events.out.tfevents.1.host.2.0", "tensorboard", "train"), ("run-1.wandb", "wandb", "wandb")],
 )
-def test_a_record_that_needs_a_library_says_which(
-    base: Environment, command: str, file: str, library: str, extra: str
-) -> None:
+def test_a_record_names_its_library(base: Environment, command: str, file: str, library: str, extra: str) -> None:
     (base.cwd / file).write_bytes(b"")
     done = base.run("klamp", command, file)
     assert done.returncode == {"doctor": 2, "report": 1}[command], "doctor's 1 is an alarm"

@@ -35,8 +35,6 @@ ANY: Steps = (1, 1000)
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """A run to be trained."""
-
     changes: Mapping[str, Any]  # of a tiny run's configuration; `model` is llama or gpt2 (tiny, random), or builtin
     finds: Mapping[str, Steps] = field(default_factory=dict)  # alarm or note -> the steps between which it may rise
     alone: bool = False  # whether no other alarm may rise; notes may
@@ -58,7 +56,6 @@ class Planted:
 
     @staticmethod
     def gain(diagnosis: Diagnosis) -> float:
-        """How much more reward the last ten steps earn than the first ten, in the mean."""
         reward = [row.metrics["reward"] for row in diagnosis.history.rows]
         return fmean(reward[-10:]) - fmean(reward[:10])
 

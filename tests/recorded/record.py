@@ -47,17 +47,14 @@ def write(run: Path, record: Path, diagnosis: Diagnosis) -> None:
 
 
 def said(diagnosis: Diagnosis) -> list[tuple[Any, ...]]:
-    """What was found, and when."""
     return [(each.alarm.name, each.first_step, each.alarm.level) for each in diagnosis.findings]
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file; none where there is no file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
 
 def short(value: Any) -> Any:
-    """A value with every number in it shortened."""
     if isinstance(value, float) and math.isfinite(value):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, list):

@@ -101,9 +101,6 @@ def test_the_command_fails_where_an_alarm_rose(name: str, capsys: pytest.Capture
     assert bool(re.search(r"\nno alarm(, \d+ notes?)?; ", out)) == (not alarmed)
 
 
-# while it happened ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_run_that_goes_on_is_told_what_is_found_afterwards(name: str, tmp_path: Path) -> None:
     rose: list[AlarmFinding] = []
@@ -136,9 +133,6 @@ def info(record: Path, folder: Path) -> RunInfo:
     return RunInfo(config=read_config(record)[1], output_dir=folder, start_step=0, **known)
 
 
-# the runs behind the findings ----------------------------------------------------------------------------------------
-
-
 def curve(name: str, metric: str) -> list[float]:
     return [row[metric] for row in lines(FOLDER / name / "metrics.jsonl") if metric in row]
 
@@ -151,9 +145,6 @@ def test_a_learning_rate_is_named_and_not_the_beta() -> None:
 
 def test_what_is_cut_by_design_is_cut_in_every_step() -> None:
     assert min(curve("cut-by-design-gpt2", "length/truncated")) > TRUNCATED.value
-
-
-# the records ---------------------------------------------------------------------------------------------------------
 
 
 def test_records_are_small_and_name_no_place() -> None:

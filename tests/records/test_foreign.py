@@ -39,7 +39,6 @@ FILES = [
 
 
 def examined(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[list[str], int, str]:
-    """The alarms, the exit code, and the text on one line."""
     code = main(["doctor", str(path), *options])
     out = capsys.readouterr().out
     return [line.split(": ")[1] for line in out.splitlines() if line.startswith("alarm: ")], code, " ".join(out.split())

@@ -90,9 +90,6 @@ def test_a_damaged_line_is_named(tmp_path, name, damage):
     assert str(tmp_path / name) in str(caught.value.got)
 
 
-# --- what lies beside a record, and the runs of a sweep --------------------------------------------------------------
-
-
 def klamp_run(folder: Path, **changes) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(plain(TrainConfig.from_flat(changes))))

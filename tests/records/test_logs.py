@@ -91,15 +91,6 @@ def test_a_teacher_that_is_the_student_is_found_in_a_log_of_distillation(tmp_pat
     assert not examine(read_metrics(lines(tmp_path, *rows))).findings
 
 
-AREAL = {
-    "ppo_actor/task_reward": {"avg": 0.25, "min": 0.0, "max": 1.0},
-    "ppo_actor/kl_rewards": {"avg": -0.01, "min": -1.0, "max": 0.5},
-    "ppo_actor/seq_len": {"avg": 700.0},
-    "ppo_actor/no_eos_ratios": {"avg": 0.5},
-    "ppo_actor/update": {"grad_norm": 0.5, "lr": 1e-6, "entropy": {"avg": 0.3}, "actor_loss": {"avg": 0.02}},
-}
-
-
 @pytest.mark.parametrize(("theirs", "ours"), [
     ("act_grad_norm", "train/grad_norm"), ("act_lr", "train/learning_rate"), ("gen_len", "length/mean"),
     ("train/rollout/truncated_rate", "length/truncated"), ("train/rollout/reward_mean", "reward"),
@@ -211,9 +202,6 @@ def test_names_of_ones_own(tmp_path: Path) -> None:
     assert "kl/k3" not in history.names
 
 
-# --- TRL, from a real run: a policy with dropout, a KL under dr_grpo, a model that seldom ends -----------------------
-
-
 def accuracy_reward(completions: list[str], **_: object) -> list[float]:
     return [sum(c.isdigit() for c in text) / 8 for text in completions]
 
@@ -292,9 +280,6 @@ def test_its_tensorboard_folder_holds_the_arguments_too(trl_run: Path) -> None:
     assert [row.metrics["kl/k3"] for row in history.rows] == pytest.approx([r.metrics["kl/k3"] for r in state.rows])
 
 
-# --- TensorBoard, written by torch's own writer with the names of other trainers -------------------------------------
-
-
 def write(folder: Path, first: int = 1, **curves: list[float]) -> Path:
     with SummaryWriter(str(folder)) as writer:
         for name, curve in curves.items():
@@ -319,9 +304,6 @@ def test_no_scalars(tmp_path: Path) -> None:
         writer.add_text("note", "hello")
     with pytest.raises(DataError, match="no scalars"):
         read_record(tmp_path)
-
-
-# --- W&B offline, written by the real wandb --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from klamp.errors import ConfigError, DataError
 
 
 def lines(path: Path, *rows: object) -> Path:
-    """The file with these rows as lines of JSON; of a folder its metrics.jsonl."""
     path = path / "metrics.jsonl" if path.is_dir() else path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -130,9 +129,6 @@ def test_names_for_a_record_that_has_none_to_map(tmp_path: Path, name: str, why:
         read_record(tmp_path / "run", {"kl/k3": "my_kl"})
     assert why in caught.value.why
     assert "leave --map out" in caught.value.fix
-
-
-# --- lines of JSON ---------------------------------------------------------------------------------------------------
 
 
 def written(folder: Path, text: str | bytes) -> Path:

@@ -23,7 +23,6 @@ PROMPT, LENGTH, ROWS = 5, 12, 24
 
 @torch.no_grad()
 def token_logprobs(model: nn.Module, ids: Tensor) -> Tensor:
-    """Of every token, given those before it; 0 for the first."""
     logprobs = model(ids).logits.float().log_softmax(-1)
     return torch.nn.functional.pad(logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0], (1, 0))
 

@@ -154,9 +154,6 @@ def test_a_dump_by_metric_is_a_record_and_any_other_object_is_none(tmp_path: Pat
             read_record(file)
 
 
-# --- which step, how long, what is no number --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["my_step", "learner/updates", "Global Step", "num_iter"])
 def test_a_step_under_another_name_is_found_where_it_counts(tmp_path: Path, name: str) -> None:
     history = read_record(lines(tmp_path, *({name: 10 * i, "kl": 0.4, "timing_s/step": 3.5} for i in range(1, 4))))

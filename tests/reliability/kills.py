@@ -113,7 +113,6 @@ class Ground:
         return Outcome(hits=hits, differs=[f"the run ended with {code}"] if code else differing(whole.holds, folder))
 
     def undisturbed(self, case: str) -> Whole:
-        """The run that the killed ones are held against."""
         if case not in self.whole:
             folder = self.folder / "whole" / case.replace(" ", "-")
             code, report = self._run(case, folder, dict.fromkeys(POINTS, 0))

@@ -80,7 +80,6 @@ IN_ONE_GRAPH: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def difference(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
-    """The largest difference, relative to 1 or to the number."""
     return max(float(((a - b).abs() / (1 + b.abs())).amax()) for a, b in zip(found, wanted, strict=True))
 
 

@@ -124,7 +124,6 @@ def halved(owner: Any, name: str) -> Point:
 
 
 def weights(aim: Aim) -> None:
-    """While the weights of the policy, or those of its adapter, are saved."""
     for owner in (transformers.modeling_utils, peft.peft_model):
         halved(owner, "safe_save_file")(aim)
 
@@ -144,7 +143,6 @@ def deleted(aim: Aim) -> None:
 
 
 def tracked(aim: Aim) -> None:
-    """While TensorBoard's file is written."""
     usual = RecordWriter.write
 
     def write(self: Any, data: bytes) -> None:

@@ -100,7 +100,6 @@ def value_and_slope(loss: Callable[[Tensor], Tensor], policy: Tensor) -> tuple[T
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal bit by bit, NaN at the same places."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 

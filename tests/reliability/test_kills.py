@@ -75,9 +75,6 @@ def test_a_run_comes_by_all_that_it_can_be_killed_at(ground: Ground) -> None:
         assert missing == {point for point, cases in ONLY.items() if case not in cases} - {learned}
 
 
-# the comparison ------------------------------------------------------------------------------------------------------
-
-
 def doubled(name: str, run: Path) -> None:
     file = run / f"{name}.jsonl"
     file.write_text(file.read_text() + file.read_text().splitlines()[-1] + "\n")

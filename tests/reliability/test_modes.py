@@ -1,7 +1,4 @@
-"""The whole objective in torch's modes: autocast, deterministic algorithms, inference_mode, no_grad, and torch.compile.
-
-Of torch.func and second derivatives: tests/core/test_gradients_derivatives.py.
-"""
+"""The whole objective in torch's modes: autocast, deterministic algorithms, inference_mode, no_grad, torch.compile."""
 
 from __future__ import annotations
 

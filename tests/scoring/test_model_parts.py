@@ -62,7 +62,6 @@ def test_log_probabilities_are_the_same_from_hidden_states_and_from_logits(given
 @pytest.mark.parametrize("which", ["student", "teacher", "union"])
 @pytest.mark.parametrize("hidden", [True, False], ids=["from hidden states", "from logits"])
 def test_the_head_of_a_teacher_with_more_entries_holds_the_shared_ones_once(which, hidden) -> None:
-    """Some of its likeliest tokens are none of the policy's."""
     k, ours, theirs = 3, numbers(N, H).requires_grad_(True), numbers(N, H, seed=3)
     larger = head(weight=numbers(V + 4, H, seed=5), bias=None, softcap=None)
     policy, teacher = Predictions(values=ours, head=head()), Predictions(values=theirs, head=larger)

@@ -304,7 +304,6 @@ def cost_of(buckets: list[list[int]], lengths: list[int], ahead: int, overhead: 
 
 
 def every_cut(lengths: list[int]):
-    """All ways to cut the rows, longest first, into neighbours."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     for chosen in range(2 ** (len(order) - 1)):
         cuts = [0, *(i + 1 for i in range(len(order) - 1) if chosen >> i & 1), len(order)]

@@ -8,18 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripts.supply_chain import (
-    BY_HAND,
-    CONSTRAINTS,
-    EXEMPT,
-    LOCK,
-    by_hand,
-    installed,
-    licence_of,
-    pins,
-    refused,
-    text,
-)
+from scripts.supply_chain import BY_HAND, CONSTRAINTS, EXEMPT, LOCK, by_hand, installed, licence_of, pins, refused, text
 
 from scripts import supply_chain
 
@@ -36,9 +25,6 @@ def test_every_line_of_the_lock_has_a_hash() -> None:
     lines = [line for line in LOCK.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     assert len(lines) == len(pins(LOCK.read_text(encoding="utf-8"))) > 100
     assert all(re.fullmatch(r"[\w.-]+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
-
-
-# licences ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_licence_that_is_installed_is_allowed() -> None:

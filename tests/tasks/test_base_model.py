@@ -39,13 +39,11 @@ TINY = {"hidden_size": 16, "layers": 1, "heads": 2, "steps": 6, "batch_size": 8}
 
 @pytest.fixture
 def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Another recipe."""
     return lambda **changes: monkeypatch.setattr(module, "RECIPE", {**module.RECIPE, **changes})
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: Callable[..., None]) -> Path:
-    """A cache of its own, and a tiny model."""
     monkeypatch.setenv("KLAMP_CACHE", str(tmp_path / "cache"))
     changed(**TINY)
     return tmp_path / "cache"
@@ -84,9 +82,7 @@ def test_the_seed_decides_the_weights(changed: Callable[..., None]) -> None:
     assert bits(train_base_model()) != first
 
 
-def test_another_recipe_or_other_training_rows_have_a_folder_of_their_own(
-    changed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_recipe_has_another_folder(changed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     found = [base_model_folder(), base_model_folder()]
     monkeypatch.setitem(SKILLS, "reversal", lambda rng: ("rev ab=", "ba"))
     found.append(base_model_folder())
@@ -132,9 +128,7 @@ def accuracies(model: Any, tokenizer: Any, *, sample: bool) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_the_default_model_leaves_rl_something_to_gain_and_something_to_lose(
-    default_base_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_model_can_gain_and_lose(default_base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KLAMP_CACHE", str(default_base_model.parent))
     model, tokenizer = load_base_model()
     sampled, greedy = (accuracies(model, tokenizer, sample=s) for s in (True, False))

@@ -102,7 +102,6 @@ WITH_TURNS = (
 
 
 def tokenizer(*, template: str | None = WITH_TURNS, marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Any:
-    """A tokenizer of a chat model."""
     made = arithmetic_tokenizer()
     made.add_special_tokens({"additional_special_tokens": list(marks)})
     made.chat_template = template

@@ -59,12 +59,7 @@ def test_format_regex_searches_and_anchors_ask_for_the_whole(pattern: str, compl
     assert named_reward(f"format_regex:{pattern}")(EXAMPLE, completion) == expected
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("format_regex:(", "no_such_module_at_all:f", "~/nowhere.py:f"),
-    ],
-)
+@pytest.mark.parametrize("name", ["format_regex:(", "no_such_module_at_all:f", "~/nowhere.py:f"])
 def test_what_cannot_be_built_is_a_configuration_error(name: str) -> None:
     with pytest.raises(ConfigError):
         named_reward(name)

@@ -26,9 +26,7 @@ def test_its_names_are_those_of_the_distribution(unloaded: pytest.MonkeyPatch) -
 
 def test_where_it_is_not_installed_the_error_says_what_brings_it(unloaded: pytest.MonkeyPatch) -> None:
     unloaded.setitem(sys.modules, "klamp_standin", None)
-    with pytest.raises(
-        MissingLibrary, match="klamp.tinker.testing needs klamp-standin, which is not installed"
-    ) as told:
+    with pytest.raises(MissingLibrary, match="klamp.tinker.testing needs klamp-standin") as told:
         importlib.import_module("klamp.tinker.testing")
     assert told.value.fix == "pip install klamp-standin, or in a checkout of klamp: pip install ./standin"
 

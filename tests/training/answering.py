@@ -20,8 +20,6 @@ the status 302 the address of another server."""
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[str]:
-    """A server that answers as it is told; gives its address."""
-
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.reply(None)

@@ -17,7 +17,6 @@ __all__ = ["SECONDS", "end", "paused_run", "start", "wait_for"]
 
 
 def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """A child that calls the function, which must be importable."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the server loads torch; two processes share two cores
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["klamp.lab.loop", "tests.training.children", "tests.reliability.kills"])
@@ -27,7 +26,6 @@ def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
 
 
 def end(children: Sequence[BaseProcess]) -> list[int | None]:
-    """Exit codes of the children, once all have ended."""
     deadline = time.monotonic() + SECONDS
     for child in children:
         child.join(max(0.0, deadline - time.monotonic()))

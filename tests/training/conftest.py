@@ -90,7 +90,6 @@ def _ready(model: PreTrainedModel) -> Any:
 
 
 def stored(model: PreTrainedModel, folder: Path) -> str:
-    """The folder of a model, saved with the arithmetic tokenizer."""
     model.save_pretrained(folder)
     arithmetic_tokenizer().save_pretrained(folder)
     return str(folder)
@@ -126,8 +125,6 @@ def config_of(llama: str, tmp_path: Path) -> Callable[..., TrainConfig]:
 
 @pytest.fixture
 def context_of(config_of: Callable[..., TrainConfig]) -> Callable[..., Context]:
-    """A run that is ready for its first step."""
-
     def make(**changes: Any) -> Context:
         return build(config_of(**changes))
 
@@ -135,12 +132,10 @@ def context_of(config_of: Callable[..., TrainConfig]) -> Callable[..., Context]:
 
 
 def rollout_of(context: Context, *, beta: float, prompts: int = 3, step: int = 0) -> Rollout:
-    """The completions of the first prompts, with the KL at this beta."""
     return collect(context, context.task.train[:prompts], step=step, terms=context.objective.weighted(beta).terms)
 
 
 def in_parts(context: Context, parts: int) -> Context:
-    """A run that divides each update into so many parts."""
     optim = replace(context.config.optim, gradient_accumulation_steps=parts)
     return replace(context, config=replace(context.config, optim=optim))
 
@@ -157,7 +152,6 @@ class StopAfter(Observer):
 
 
 def info_of(folder: Path, start_step: int, config: TrainConfig | None = None) -> RunInfo:
-    """What a run that goes on after a step tells before it."""
     sizes: dict[str, Any] = {"parameters": 1, "trainable_parameters": 1, "device": "cpu"}
     return RunInfo(config=config or TrainConfig(), output_dir=folder, start_step=start_step, **sizes)
 
@@ -177,7 +171,6 @@ def steps_of(folder: Path | str) -> list[dict[str, float]]:
 
 
 def disturb(model: torch.nn.Module, *, seed: int = 1, size: float = 0.05) -> None:
-    """Move the trained weights, so that the policy differs from its reference."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -27,12 +27,10 @@ def cells(backend: str) -> dict[str, str]:
 
 
 def spans(text: str) -> list[str]:
-    """The code in a cell."""
     return re.findall(r"`([^`]+)`", text)
 
 
 def folder_of(run: Path, backend: str, *, adapter: bool = False) -> Path:
-    """The folder of the newest model of a run, as two rows of the table name it."""
     rows = cells(backend)
     (place,) = spans(rows["a checkpoint, in the run's folder"])[:1]
     pattern = place.replace("-N", "-*").replace("_N", "_*")
@@ -44,7 +42,6 @@ def folder_of(run: Path, backend: str, *, adapter: bool = False) -> Path:
 
 
 def loaded(run: Path, backend: str) -> Any:
-    """The model, by the very line that the table has."""
     (line,) = spans(cells(backend)["in Python"])
     assert line.startswith("AutoModelForCausalLM.from_pretrained(FOLDER")
     model = eval(line, {"AutoModelForCausalLM": AutoModelForCausalLM, "FOLDER": folder_of(run, backend)})  # our page
@@ -53,7 +50,6 @@ def loaded(run: Path, backend: str) -> Any:
 
 
 def loaded_adapter(run: Path, backend: str) -> Any:
-    """The model with its adapter, as peft loads it."""
     return AutoPeftModelForCausalLM.from_pretrained(folder_of(run, backend, adapter=True)).float().eval()
 
 

@@ -6,12 +6,10 @@ It is what `collect` and `update` are held against.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from klamp.lab.config import TrainConfig
 from klamp.lab.rollouts import Rollout
 from klamp.lab.setup import Context
 
@@ -33,8 +31,6 @@ class Row:
 
 @dataclass
 class Losses:
-    """What the step's loss is made of."""
-
     policy: Tensor
     kl: Tensor
 
@@ -76,16 +72,10 @@ def rows_of(context: Context, rollout: Rollout) -> list[Row]:
 
 
 def later(x: Tensor) -> Tensor:
-    """Sum over the positions after each one."""
     return torch.stack([x[t + 1 :].sum() for t in range(len(x))])
 
 
-def _leaves_out(config: TrainConfig) -> bool:
-    return config.loss.advantage_baseline == "leave_one_out"
-
-
 def advantages_of(context: Context, rows: list[Row], beta: float) -> list[float]:
-    """Group by group, by hand."""
     config, size = context.config, context.config.rollout.num_generations
     rewards = [row.reward for row in rows]
     if config.kl.kl_placement == "reward":
@@ -98,7 +88,8 @@ def advantages_of(context: Context, rows: list[Row], beta: float) -> list[float]
         mean = sum(group) / size
         spread = (sum((r - mean) ** 2 for r in group) / (size - 1)) ** 0.5
         scale = spread + 1e-4 if config.loss.scale == "std" else 1.0
-        baselines = [(sum(group) - r) / (size - 1) if _leaves_out(config) else mean for r in group]
+        without_own = config.loss.advantage_baseline == "leave_one_out"
+        baselines = [(sum(group) - r) / (size - 1) if without_own else mean for r in group]
         found += [(r - b) / scale if spread else 0.0 for r, b in zip(group, baselines, strict=True)]
     return found
 
@@ -132,7 +123,6 @@ def gates_of(context: Context, rows: list[Row], reference_length: float | None) 
 
 
 def loss_of(context: Context, rollout: Rollout, *, beta: float, old: list[Tensor] | None = None) -> Losses:
-    """The loss of the whole step, with gradient."""
     rows, objective = rows_of(context, rollout), context.objective
     before = [row.policy.detach() for row in rows] if old is None else old
     gates = gates_of(context, rows, context.control.reference_length)
@@ -146,7 +136,7 @@ def loss_of(context: Context, rollout: Rollout, *, beta: float, old: list[Tensor
         ratio = (row.policy - was).exp()
         bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
         surrogate.append(-torch.minimum(ratio * advantage, bounded * advantage))
-        penalty.append(_gated(_penalty(context, row), row.carried, gate))
+        penalty.append(gate["factor"] * _penalty(context, row) + gate["shift"] * row.carried)
     every = [torch.ones(len(row.tokens), dtype=torch.bool) for row in rows]
     carried = [row.carried for row in rows]
     policy = _reduced(context, surrogate, every, [row.trained for row in rows], objective.reduction)
@@ -159,10 +149,6 @@ def loss_of(context: Context, rollout: Rollout, *, beta: float, old: list[Tensor
 def _delta(context: Context, row: Row) -> Tensor:
     bound = context.objective.terms[0].term.max_log_ratio or float("inf")
     return (row.policy - row.ref).detach().clamp(-bound, bound)
-
-
-def _gated(penalty: Tensor, carried: Tensor, gate: dict[str, Any]) -> Tensor:
-    return gate["factor"] * penalty + gate["shift"] * carried
 
 
 def _penalty(context: Context, row: Row) -> Tensor:

@@ -30,8 +30,6 @@ ARITHMETIC: dict[str, Any] = {
 
 
 class Told(Observer):
-    """What a run said of itself."""
-
     def __init__(self, after_step: Callable[[int], None] = lambda step: None) -> None:
         self.names: list[str] = []
         self.after_step = after_step
@@ -44,13 +42,7 @@ class Told(Observer):
 
 
 def trained(folder: Path, *, plant: Callable[[Trainer, Told], None] | None = None, **changes: Any) -> Diagnosis:
-    """A run, examined from what it wrote.
-
-    Args:
-        folder: the run's.
-        plant: makes something wrong with it.
-        changes: of the configuration.
-    """
+    """A run, examined from what it wrote."""
     every = {"output_dir": str(folder), "eval_every": 0, "save_every": 0, "eval_size": 2, "log_completions_every": 1}
     config = TrainConfig.from_flat({**TINY, **every, **changes})
     told = Told()

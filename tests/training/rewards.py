@@ -9,7 +9,6 @@ STATE: dict[str, float] = {"calls": 0, "break_at": -1, "pay": 0.0}
 
 
 def digits(completion: str, **_: Any) -> float:
-    """Share of digits among six characters."""
     return sum(c.isdigit() for c in completion) / 6
 
 
@@ -23,7 +22,6 @@ def long(completion: str, **_: Any) -> float:
 
 
 def sevens(completion: str, **_: Any) -> float:
-    """The number of sevens, repeats included, up to 8."""
     return min(completion.count("7"), 8) / 8
 
 
@@ -60,7 +58,6 @@ def seven(completion: str, **_: Any) -> float:
 
 
 def odd(completion: str, **_: Any) -> float:
-    """1 for a first character that is an odd digit."""
     return float(completion[:1] in set("13579"))
 
 

@@ -150,8 +150,6 @@ def logprobs(folder: str | Path) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """Where a run ended, in nats per completion."""
-
     distance: float  # KL(policy||optimum)
     kl: float  # KL(policy||ref)
     optimal_kl: float  # KL(optimum||ref)

@@ -31,7 +31,6 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def runs(llama, tmp_path_factory):
-    """Finished runs: all weights, and an adapter."""
     finished = {}
     for name, changes in {"full": {}, "adapter": {"lora_r": 2}}.items():
         folder = tmp_path_factory.mktemp("runs") / name
@@ -44,7 +43,6 @@ def runs(llama, tmp_path_factory):
 
 @pytest.fixture(params=["full", "adapter"])
 def run(runs, request, tmp_path):
-    """A copy of a finished run, to be damaged."""
     source = runs[request.param]
     folder = Path(shutil.copytree(source.folder, tmp_path / "copy"))
     resumed = source.values | {"output_dir": str(folder), "resume": True, "max_steps": 5}
@@ -67,7 +65,6 @@ def test_a_checkpoint_holds_safetensors_json_and_tensors_only(run):
 
 @pytest.fixture
 def parts(context_of):
-    """What a checkpoint is made of."""
     context = context_of()
     optimizer = torch.optim.AdamW(context.policy.parameters())
     saved = {"policy": context.policy, "tokenizer": context.tokenizer, "optimizer": optimizer, "anchors": {}}
@@ -91,7 +88,6 @@ def test_a_checkpoint_loads_anywhere_and_scores_as_the_policy_did(parts, tmp_pat
 
 
 def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(parts, tmp_path, monkeypatch):
-    """And so are the lines of its steps."""
     synced, rename = [], Path.rename
     (tmp_path / "metrics.jsonl").touch()
 

@@ -10,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 from tests.training import rewards
-from tests.training.conftest import tiny_llama
 from transformers import GenerationConfig
 
 from klamp.lab import evaluation
 from klamp.lab.evaluation import evaluate, probabilities
-from klamp.lab.tasks import Example, arithmetic_tokenizer
+from klamp.lab.tasks import arithmetic_tokenizer
 from klamp.scoring.scorer import score
 
 
 def by_hand(context) -> dict[str, float]:
-    """Mean reward of what transformers' own greedy decoding writes, prompt by prompt."""
     settings = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=context.stop, pad_token_id=context.pad)
     found = {}
     for skill, examples in context.task.evaluation.items():
@@ -43,22 +41,17 @@ def test_every_skill_is_scored_as_greedy_decoding_of_each_prompt_scores(context_
     assert evaluate(context)[0] == pytest.approx(expected)
 
 
-def test_a_skill_that_is_read_is_scored_by_the_probability_of_its_answers(context_of):
+def test_a_skill_that_is_read_is_scored_by_the_probability_of_its_answers(context_of, monkeypatch):
     context = context_of(eval_size=7, temperature=2.0)  # the temperature of sampling does not count here
     context.task = replace(context.task, read=frozenset({"reversal", "addition"}))
     expected = by_hand(context) | {
         skill: fmean(read_by_hand(context.policy, context.tokenizer, context.task.evaluation[skill]))
         for skill in ("reversal", "addition")
     }
-    assert evaluate(context)[0] == pytest.approx(expected, rel=1e-5)
+    for at_once in (16, 2, 1):
+        monkeypatch.setattr(evaluation, "READ_AT_ONCE", at_once)
+        assert evaluate(context)[0] == pytest.approx(expected, rel=1e-5)
     assert 0 < expected["reversal"] != expected["addition"] < 1
-
-
-EXAMPLES = [
-    Example(prompt="47+85=", answer="132"),
-    Example(prompt="rev abcd=", answer="dcba"),
-    Example(prompt="a", answer="b"),
-]
 
 
 def read_by_hand(model: Any, tokenizer: Any, examples: Any) -> list[float]:

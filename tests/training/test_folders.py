@@ -122,9 +122,6 @@ def test_checkpoints_are_found_whoever_wrote_them_oldest_first(tmp_path):
     assert checkpoint_folders(tmp_path / "nowhere") == []
 
 
-# the lock -----------------------------------------------------------------------------------------------------------
-
-
 def child_that_holds(folder: Path) -> int:
     """The number of a child that has the lock until it is killed."""
     number = os.fork()
@@ -151,7 +148,6 @@ def test_a_second_one_is_refused_until_the_first_is_gone(tmp_path):
 
 
 def can_hold(folder: Path) -> bool:
-    """Whether nobody has the lock."""
     with suppress(RunFolderError), held(folder, by="y"):
         return True
     return False
@@ -162,15 +158,9 @@ def test_a_file_system_without_locks_is_refused_in_words(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with (
-        pytest.raises(RunFolderError, match="(?s)cannot be written.*cannot be locked") as caught,
-        held(tmp_path, by="x"),
-    ):
+    with pytest.raises(RunFolderError, match="cannot be written") as caught, held(tmp_path, by="x"):
         pass
     assert "No locks available" in caught.value.why and "--output_dir" in caught.value.fix
-
-
-# whole files --------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_is_replaced_by_one_that_is_on_the_disk(tmp_path, monkeypatch):

@@ -15,7 +15,6 @@ from tests.training.test_sampling import sample
 from torch.utils.tensorboard import SummaryWriter
 
 from klamp.config import KLConfig
-from klamp.core.masking import Totals
 from klamp.doctor.examine import examine
 from klamp.doctor.metrics import METRICS
 from klamp.doctor.readers import read_record
@@ -76,9 +75,6 @@ def printed(policy, old, ref, advantages, mask, kl_coef: float, clip: float) -> 
     return (ppo[mask]).mean() + kl_coef * (policy - ref)[mask].mean()
 
 
-# the pieces ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_divergence_has_the_printed_value_and_the_gradient_of_the_reverse_kl():
     policy, ref = (-x.abs() for x in (drawn(3, 4), drawn(3, 4, seed=1)))
     torch.testing.assert_close(compute_kl_divergence(policy, ref), policy - ref)
@@ -107,21 +103,6 @@ def test_the_loss_has_the_value_that_the_document_prints(kl_coef, clip):
     assert float(metrics["clip_fraction"]) == pytest.approx(float(bound.double().mean()))
     assert float(metrics["log_prob_mean"]) == pytest.approx(float(policy[mask].mean()))
     assert not any(x.requires_grad for x in metrics.values())
-
-
-def test_parts_of_a_batch_add_up_to_the_whole():
-    policy, old, ref, advantages, mask = data()
-    whole, _ = compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=0.3)
-    (slope,) = torch.autograd.grad(whole, policy)
-    totals, sums, slopes = Totals(4.0, float(mask.sum()), float(mask.sum())), 0.0, torch.zeros_like(policy)
-    for rows in (slice(0, 1), slice(1, 4)):
-        part, _ = compute_loss(
-            policy[rows], old[rows], advantages[rows], mask[rows], ref_log_probs=ref[rows], totals=totals, kl_coef=0.3
-        )
-        sums += float(part)
-        slopes += torch.autograd.grad(part, policy)[0]
-    assert sums == pytest.approx(float(whole))
-    torch.testing.assert_close(slopes, slope)
 
 
 def test_what_cannot_work_is_refused():
@@ -183,21 +164,16 @@ def test_the_divergence_and_a_step_refuse_in_words_too() -> None:
         assert caught.value.got and caught.value.why and caught.value.fix
 
 
-# the loop ------------------------------------------------------------------------------------------------------------
-
 ROLLOUT = RolloutConfig(prompts_per_step=4, num_generations=6, max_completion_length=6)
-
-
-def short(prompt: str, completion: str) -> float:
-    return -float(len(completion))
 
 
 def trained(*, steps: int, seed: int = 0, **changes):
     """A tiny model trained to be brief; the model and its history."""
     model = tiny_llama()
-    settings = {"rollout": ROLLOUT, "reward": short, "ref_model": tiny_llama(), "kl_coef": 0.05, **changes}
+    settings = {"rollout": ROLLOUT, "ref_model": tiny_llama(), "kl_coef": 0.05, **changes}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    reward, prompts = settings.pop("reward"), settings.pop("prompts", ["1+1=", "rev ab=", "5-2=", "77+8=", "1-1="])
+    reward = settings.pop("reward", lambda prompt, completion: rewards.short(completion))
+    prompts = settings.pop("prompts", ["1+1=", "rev ab=", "5-2=", "77+8=", "1-1="])
     history = train(model, arithmetic_tokenizer(), prompts, reward, optimizer, steps=steps, seed=seed, **settings)
     return model, history
 

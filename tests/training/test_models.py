@@ -31,7 +31,6 @@ from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 
 def says_all(error: KlampError) -> bool:
-    """Whether an error has its four parts."""
     return all((error.what, error.got is not None, error.why, error.fix))
 
 

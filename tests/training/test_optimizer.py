@@ -20,7 +20,6 @@ FULL = {"dtype": "bfloat16", "lr_scheduler_type": "constant", "warmup_steps": 0}
 
 
 def factor(name: str, step: int, warmup: int, total: int) -> float:
-    """The schedules, written down once more."""
     if step < warmup:
         return step / warmup
     done = (step - warmup) / (total - warmup)

@@ -80,8 +80,6 @@ def test_with_the_adapter_off_the_policy_is_its_base_model(context_of):
 
 
 class Models(Observer):
-    """Counts the models in memory while a run trains."""
-
     def __init__(self) -> None:
         gc.collect()
         self.before = self._count()

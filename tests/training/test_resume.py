@@ -31,7 +31,6 @@ CLOSED = {"kl_clip_method": "hard", "kl_clip_threshold": 1e-7, "gradient_accumul
 
 
 def held(controller: str, target: float, **more: Any) -> dict[str, Any]:
-    """A controller of beta, its target in nats per token, and what else the run has."""
     return {"kl_controller": controller, "target_kl": target, **more}
 
 

@@ -26,7 +26,6 @@ BEGUN |= {"lr_scheduler_type": "constant", "eval_size": 1}
 
 @pytest.fixture
 def resumed(tmp_path, llama):
-    """Asks to resume a run of two steps to a fourth, with some values changed."""
     folder = tmp_path / "run"
 
     def ask(begun=None, /, **changes):

@@ -84,7 +84,6 @@ CLIP = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
 
 
 def by_hand(context, model) -> float:
-    """Mean completion length of a model, one prompt at a time."""
     rollout, lengths = context.config.rollout, []
     prompts = [e.prompt for e in context.task.train[:64]]
     uniforms = uniform_numbers(context.config.run.seed, -1, len(prompts), rollout.max_completion_length)
@@ -121,9 +120,6 @@ def test_it_is_measured_once_and_only_where_a_budget_needs_it(context_of, change
     context.control.reference_length = length
     measure_reference_length(context)
     assert context.control.reference_length == length
-
-
-# how a step is divided, and on how much of it the exact KL is measured ----------------------------------------
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(12, 1), (12, 5), (12, 12), (7, 3), (3, 8), (1, 4), (3, 2**40)])

@@ -26,7 +26,6 @@ SKILLS = ("addition", "subtraction", "reversal")
 
 @pytest.fixture(scope="module")
 def run(llama, tmp_path_factory):
-    """A finished run with both trackers, a clip whose reference length is measured, and two updates per rollout."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     changes = {"report_to": ("tensorboard", "wandb"), "kl_clip_method": "hard", "kl_clip_threshold": 0.01}
     changes |= {"num_iterations": 2, "log_completions": 5, "log_completions_every": 3, "kl_off_policy": "token"}
@@ -103,9 +102,6 @@ def test_wandb_writes_its_offline_run_into_the_folder(run):
     content = log.read_bytes()
     for name in (b"train/kl_penalty", b"train/loss", b"kl/k3"):
         assert name in content
-
-
-# a resumed run's files -----------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_drops_the_lines_of_steps_it_will_do_again(tmp_path):

@@ -58,9 +58,6 @@ def model(request):
     return AutoModelForCausalLM.from_pretrained(request.getfixturevalue(request.param)).eval()
 
 
-# whole completions ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("extra_padding", [0, 3])
 def test_completions_do_not_depend_on_the_batch_they_are_sampled_in(model, extra_padding):
     whole = sample(model, temperature=0.9)
@@ -90,11 +87,7 @@ def test_each_token_is_the_draw_of_a_plain_forward_at_its_own_number(model):
             assert token == int(torch.searchsorted(cumulative, uniforms[row, t], right=True))
 
 
-# the model's own generation settings ---------------------------------------------------------------------------------
-
-
 def loud(model):
-    """The same model with generation settings that would change every completion."""
     model.generation_config = GenerationConfig(
         repetition_penalty=9.0,
         forced_eos_token_id=1,
@@ -133,7 +126,6 @@ def test_every_epoch_holds_every_prompt_once():
 
 
 def drawn(scores: torch.Tensor, uniforms: torch.Tensor, **rollout: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their log-probabilities for one row of scores at many uniform numbers."""
     sampler = InverseSampler(uniforms[:, None], 3, RolloutConfig(**rollout))
     rows = scores.expand(len(uniforms), -1)
     only = sampler(torch.zeros(len(uniforms), 3, dtype=torch.long), rows)
@@ -171,7 +163,6 @@ def test_a_draw_inverts_the_cumulative_distribution(size, seed, spread, gaps):
 
 
 def sampled(model, traits, prompts, *, stop=(1, 7, 11, 20, 33), greedy=False, **rollout):
-    """Completions of prompts, [rows, P] ids and mask."""
     settings = RolloutConfig(max_completion_length=LENGTH, **rollout)
     numbers = None if greedy else uniform_numbers(0, 0, len(prompts[0]), LENGTH)
     return generate(model, *prompts, rollout=settings, stop=stop, pad=0, uniforms=numbers, traits=traits)

@@ -43,7 +43,6 @@ def counting(model):
 
 
 def updated(context, rollout, beta):
-    """Gradient, metrics and rows of one update."""
     parameters = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}
     with counting(context.policy) as counted:
         output = update(context, SGD(parameters.values(), lr=0.0), rollout, context.objective.weighted(beta))

@@ -16,8 +16,6 @@ from klamp.lab.updates import control_metrics
 
 
 class Recorder(Observer):
-    """Writes down every call of a run."""
-
     def __init__(self) -> None:
         self.calls: list[tuple] = []
 
@@ -50,13 +48,11 @@ class Recorder(Observer):
         self.calls.append(("close",))
 
     def arguments(self, kind):
-        """The first argument of each call of one kind, in order."""
         return [call[1] for call in self.calls if call[0] == kind]
 
 
 @pytest.fixture(scope="module")
 def run(llama, tmp_path_factory):
-    """A run of seven steps over ten prompts with a controller, watched by an observer."""
     folder, recorder = tmp_path_factory.mktemp("runs") / "run", Recorder()
     changes = {"max_steps": 7, "eval_every": 3, "save_every": 4, "target_kl": 0.004, "warmup_steps": 2, "beta": 0.1}
     changes |= {"kl_controller": "step", "log_completions_every": 4, "num_iterations": 2, "max_grad_norm": 0.5}

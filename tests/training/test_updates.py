@@ -56,13 +56,11 @@ VARIANTS = {
 
 
 def moved(context):
-    """The context with a policy that has left its reference."""
     disturb(context.policy, size=0.03)
     return context, {name: x.clone() for name, x in context.policy.state_dict().items()}
 
 
 def one_update(context, start, *, parts=1):
-    """Gradient as the optimizer gets it, rollout and output of a first update, in so many parts."""
     context.policy.load_state_dict(start)
     context = in_parts(context, parts)
     rollout = rollout_of(context, beta=BETA)
@@ -206,7 +204,6 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_moments_as_they_were(conte
 
 
 def gradient_of(context_of, **changes):
-    """Gradient and losses of an update."""
     context = context_of(beta=BETA, max_grad_norm=0.0, kl_horizon="sequence", **changes)
     disturb(context.policy, size=0.02)
     trained = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}

@@ -1,7 +1,4 @@
-"""A vLLM server as the reference: a local reference's numbers, and every mismatch refused before any work.
-
-`tests/engines/vllm/test_reference_server.py` does the same with a real vLLM.
-"""
+"""A vLLM server as the reference: a local reference's numbers, and every mismatch refused before any work."""
 
 from __future__ import annotations
 
@@ -54,8 +51,6 @@ def server_of(context):
 
 @pytest.fixture
 def connected_to(context, config_of):
-    """Connect a run to a server."""
-
     def connect_to(server, path="", **changes):
         with answering(server.answer) as url:
             config = config_of(reference="remote", reference_url=url + path, **changes)
@@ -94,11 +89,7 @@ def test_a_run_equals_the_run_with_a_frozen_reference(config_of, tmp_path):
     assert all("kl/exact" not in row for row in away)
 
 
-def test_what_a_remote_reference_cannot_do_is_refused_before_the_run(config_of, context_of):
-    with pytest.raises(ConfigError, match="reference_url"):
-        config_of(reference="remote")
-    with pytest.raises(ConfigError, match="exact"):
-        config_of(reference="remote", reference_url="http://127.0.0.1:9/", kl_estimator="exact")
+def test_a_remote_reference_measures_no_reference_length(context_of):
     context = replace(context_of(kl_clip_method="hard"), reference=VLLMReference("http://h", "start"))
     with pytest.raises(ConfigError, match="cannot be measured") as caught:
         measure_reference_length(context)
@@ -245,22 +236,17 @@ def test_the_key_is_sent_to_this_server_and_seen_nowhere_else(monkeypatch):
     assert authorizations == [None, "Bearer secret", None]
 
 
-def told_place(entry, k):
-    reference = VLLMReference("http://h", "x", k)
-    return reference._places([1, 4], [None, entry])[0]
+@pytest.mark.parametrize("rank", [{}, {"rank": 9}])
+def test_fewer_of_the_likeliest_than_were_asked_for_are_refused(rank):
+    entry = {"4": {"logprob": -3.0} | rank, "7": {"logprob": -0.5, "rank": 1}}
+    answer = {"choices": [{"index": 0, "prompt_logprobs": [None, entry]}]}
+    with in_turn((200, answer)) as (url, _), pytest.raises(ModelError, match="does not answer as it should"):
+        VLLMReference(url, "a", 2).score_tokens([[1]], [[4]], temperature=1.0)
 
 
-def test_the_head_is_what_ranks_among_the_likeliest_and_never_all_that_came():
-    """k or k + 1 entries come; the token itself is one of the head only by its rank."""
-    told = {"4": {"logprob": -3.0, "rank": 9}, "7": {"logprob": -0.5, "rank": 1}, "2": {"logprob": -1.0, "rank": 2}}
-    assert told_place(told, 2) == [(7, -0.5), (2, -1.0), (4, -3.0)]
-    told["4"]["rank"] = 2
-    told["2"]["rank"] = 3
-    assert told_place(told, 2) == [(7, -0.5), (4, -3.0), (4, -3.0)]
-    with pytest.raises(ModelError, match="does not answer as it should"):
-        told_place({"4": {"logprob": -3.0}}, 1)
-    with pytest.raises(ModelError, match="does not answer as it should"):
-        told_place({"4": {"logprob": -3.0, "rank": 9}, "7": {"logprob": -0.5, "rank": 1}}, 2)
+def test_the_head_is_in_the_order_of_ranks_and_has_the_token_by_its_rank_alone():
+    entry = {str(i): {"logprob": -float(rank), "rank": rank} for i, rank in ((4, 2), (7, 1), (2, 3))}
+    assert VLLMReference("http://h", "x", 2)._places([1, 4], [None, entry]) == [[(7, -1.0), (4, -2.0), (4, -2.0)]]
 
 
 def test_what_a_server_caps_is_known_before_the_first_step(context, config_of, server_of):

@@ -66,8 +66,6 @@ def test_the_token_horizon_ends_further_from_the_reference(tmp_path: Path) -> No
     assert found.kl > 1.05 * found.optimal_kl
 
 
-# the built-in task, by every backend that has a place here: each ends about as far from the reference ---------------
-
 SIZES: dict[str, Any] = {"prompts_per_step": 16, "max_steps": 40, "learning_rate": 3e-4, "eval_size": 128}
 SIZES |= {"eval_every": 0, "save_every": 0, "log_completions": 0, "report_to": ()}
 """Ten seeds, by one thread and by two: addition 0.94 to 1.00, a skill that is kept 0.99 or more, an exact KL of 0.11 to

@@ -1,7 +1,4 @@
-"""The table of what lies where, done: a tiny run by `local` and by `trl`, and each of its lines carried out.
-
-That of verl is in tests/engines/verl/test_whole_runs.py, where verl is.
-"""
+"""The table of what lies where, done: a tiny run by `local` and by `trl`, and each of its lines carried out."""
 
 from __future__ import annotations
 

@@ -130,7 +130,6 @@ def test_every_wrong_form_is_told_from_klamp_s_own(monkeypatch):
 
 
 def test_the_sampler_s_own_loss_is_found_out(monkeypatch):
-    """A KL to the sampler that reads the reference is not 0 on-policy."""
     own = term.scored_by
     monkeypatch.setattr(term, "scored_by", lambda batch, to: own(batch, "reference" if to == "sampler" else to))
     assert len(claims("to the sampler", failures(prove_teacher))) == 2

@@ -18,15 +18,6 @@ def measure(loss: LossConfig | None = None, **choices: object):
     return measure_config(KLConfig(**choices), loss or LossConfig())
 
 
-def test_the_default_follows_the_reverse_kl_token_by_token() -> None:
-    facts = measure()
-    assert facts.position.follows == ("reverse", pytest.approx(1.0))
-    assert facts.sequence.follows.name == "local"
-    assert 0.3 < facts.sequence.share < 0.9
-    assert 0.5 < facts.sequence.cosine_reverse < 0.99
-    assert facts.value_bias == pytest.approx(0.0, abs=1e-9)
-
-
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_k1s_own_gradient_is_nothing_but_noise() -> None:
     facts = measure(LossConfig(loss_type="dapo"), kl_estimator="k1", kl_gradient="own")

@@ -44,7 +44,6 @@ def world_at(seed: int, *, group_size: int = 2) -> Scene:
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
 @pytest.mark.parametrize("scale", ["none", "std"])
 def test_the_expected_step_is_the_mean_over_all_groups(placement, baseline, loss_type, scale):
-    """Against `one_step`, which takes klamp's step in every single group."""
     if placement == "reward" and scale == "std":
         pytest.skip("refused: beta drops out")
     world = world_at(4)

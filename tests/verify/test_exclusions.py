@@ -37,7 +37,6 @@ def kept(chain: Chain, kl: KLConfig) -> Tensor:
 
 
 def divergence(chain: Chain, kl: KLConfig, *, forward: bool = False) -> Tensor:
-    """D at each prefix."""
     p, q = chain.logprobs("policy"), chain.logprobs("ref")
     first, second = (q, p) if forward else (p, q)
     each = first.exp() * (first - second) - first.exp() + second.exp()

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 
-from klamp.config import PRESETS, KLConfig, LossConfig
+from klamp.config import KLConfig, LossConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import kl_penalty
 from klamp.verify import convergence
@@ -114,14 +114,6 @@ def test_a_soft_clip_is_judged_at_the_length_of_the_explanation() -> None:
     assert "26.9 % at 0," in line(found, "limits")
     assert any("passes 27 % of the pull at a KL of 0" in text for text in found.cautions)
     assert explain(setting=Setting(length=100), **soft).cautions == ()
-
-
-@pytest.mark.parametrize("name", [name for name in PRESETS if not name.endswith("-as-loss")])
-def test_every_preset_can_be_explained(name: str) -> None:
-    recipe = PRESETS[name]
-    explanation = explain_config(recipe.kl, recipe.loss, name=name, setting=Setting(paper=recipe.paper))
-    assert explanation.verdict
-    assert dict(explanation.lines)["paper"] == recipe.paper
 
 
 def lines(**choices: object) -> list[str]:

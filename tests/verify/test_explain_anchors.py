@@ -29,7 +29,6 @@ SILENT = Setting(rewarded=False, group_size=1)
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is followed to its end."""
     monkeypatch.setattr(convergence, "UPDATES", 3)
 
 

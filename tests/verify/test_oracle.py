@@ -82,17 +82,6 @@ def test_truths_match_finite_differences(divergence):
     assert close(truths(chain)[name], finite_difference(chain, divergence), 1e-9)
 
 
-def test_the_true_gradient_is_log_ratio_to_go_times_the_score():
-    chain = random_chain(3, vocab=3, length=4)
-    y = enumerate_outcomes(chain)
-    total = torch.zeros_like(chain.policy_logits)
-    for n, t in y.mask.nonzero().tolist():
-        (score,) = torch.autograd.grad(y.policy_logprobs[n, t], chain.policy_logits, retain_graph=True)
-        to_go = log_ratio(y)[n, t:][y.mask[n, t:]].sum().detach()
-        total += y.probs[n] * to_go * score
-    assert close(truths(chain)["reverse"], total)
-
-
 def test_the_local_truth_is_each_prefix_gradient_weighed_by_how_often_the_prefix_is_met():
     chain = random_chain(4, vocab=3, length=3)
     p, q = (torch.softmax(chain.logits(w).detach(), dim=-1) for w in ("policy", "ref"))
@@ -201,14 +190,6 @@ KNOWN = [truths(chain) for chain in CHAINS]
 
 def scaled(name: str, *factors: float) -> list[torch.Tensor]:
     return [factor * known[name] for factor, known in zip(factors, KNOWN, strict=True)]
-
-
-@pytest.mark.parametrize("factor", [1.0, -1.0, 0.04])
-@pytest.mark.parametrize("name", ["reverse", "forward"])
-def test_a_multiple_is_named_with_its_factor(name: str, factor: float) -> None:
-    followed = name_gradient(scaled(name, factor, factor), KNOWN)
-    assert followed.name == name
-    assert followed.factor == pytest.approx(factor, abs=1e-14)
 
 
 def test_a_multiple_has_one_factor_in_all_worlds_zero_is_measured_and_the_tolerance_decides_what_is_the_same() -> None:

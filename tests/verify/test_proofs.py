@@ -26,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/cor
 
 
 def failures(proof: Proof) -> list[str]:
-    """The claims of a proof that fail now."""
     return [check.claim for check in run_section("", proof) if not check.passed]
 
 

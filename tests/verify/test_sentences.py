@@ -78,7 +78,6 @@ class Told:
         return {"reference": "ref"}.get(self.term.anchor, self.term.anchor)
 
     def line(self, label: str) -> str:
-        """A line, said of the reference whoever the anchor is."""
         return re.sub(r"(teacher|sampler)(?=[)|])", "ref", dict(self.said.lines)[label])
 
     def examine(self, chain: Chain, loss: LossConfig | None = None) -> Seen:

@@ -1,7 +1,4 @@
-"""Batches with known numbers, and the score of a verdict: what the benches of `klamp.check` share.
-
-A world has logits as leaves, so that its log-probabilities, its exact KL and its entropy are those of distributions.
-"""
+"""Batches with known numbers, and the score of a verdict: what the benches of `klamp.check` share."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ def any_tiles(request, monkeypatch):
 
 @pytest.fixture
 def rows_computed(monkeypatch):
-    """Number of rows that each product of a head was computed for."""
     seen, product = [], tiles.Head.product
 
     def counted(self, hidden, entries, out):

@@ -20,7 +20,6 @@ LOW = (torch.bfloat16, torch.float16)
 
 
 def head(n=10, h=6, v=23, *, dtype=torch.float64, seed=0, scale=1.0):
-    """Hidden states, weight, bias and targets."""
     random = torch.Generator().manual_seed(seed)
     hidden, weight, bias = (
         (torch.randn(*shape, generator=random, dtype=torch.float64) * scale).to(dtype).requires_grad_(True)
@@ -52,7 +51,6 @@ def copies(tensors, dtype=torch.float64):
 
 
 def kl_inputs(dtype=torch.float64, *, n=10, h=6, v=23, scale=1.0):
-    """Policy and reference with heads of two widths."""
     hidden, weight, *_ = head(n, h, v, dtype=dtype, scale=scale)
     ref_hidden, ref_weight, *_ = head(n, 4, v, dtype=dtype, seed=1, scale=scale)
     return hidden, weight, ref_hidden.detach(), ref_weight.detach()
@@ -64,7 +62,6 @@ def naive_kl(hidden, weight, ref_hidden, ref_weight, direction="reverse", policy
 
 
 def poisoned(hidden, row):
-    """The hidden states with NaN in one row."""
     hidden = hidden.detach().clone()
     hidden[row] = math.nan
     return hidden.requires_grad_(True)

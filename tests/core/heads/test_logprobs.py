@@ -58,12 +58,6 @@ def test_no_rows():
         assert (gradient == 0).all()
 
 
-# --- refusals ---------------------------------------------------------------------------------------------
-
-
-# --- in company -------------------------------------------------------------------------------------------
-
-
 def test_under_autocast_it_computes_what_a_linear_layer_would():
     hidden, weight, _, targets = head(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

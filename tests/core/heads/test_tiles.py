@@ -50,7 +50,6 @@ class Held(TorchDispatchMode):
 
 
 def id_of(x: Tensor) -> int:
-    """The storage of a tensor, as a number."""
     return x.untyped_storage()._cdata
 
 

@@ -23,7 +23,6 @@ LEARNS = ((True, True), (True, False), (False, True))
 
 
 def several(n, k, v):
-    """Token ids [n, k], some of a row twice."""
     ids = torch.randint(v, (n, k), generator=torch.Generator().manual_seed(3))
     if k > 2:
         ids[:, 2] = ids[:, 0]
@@ -31,7 +30,6 @@ def several(n, k, v):
 
 
 def gradients(value, inputs):
-    """Those of the value times fixed random numbers."""
     factor = torch.randn(value.shape, generator=torch.Generator().manual_seed(7)).to(value.dtype)
     learning = [x for x in inputs if x.requires_grad]
     return torch.autograd.grad((value * factor).sum(), learning, retain_graph=True)

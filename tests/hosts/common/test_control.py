@@ -156,7 +156,6 @@ def test_a_run_that_goes_on_without_its_kl_is_told() -> None:
 
 
 def test_a_damaged_state_is_refused() -> None:
-    """Also where nothing of it would be used."""
     fixed = control_of("fixed").state_dict()
     for damage in ({"controller": {}}, {"asked": {}}, {"asked": 7}):
         with pytest.raises(ConfigError, match="does not fit"):
@@ -206,9 +205,7 @@ def test_beta_is_logged_with_its_price() -> None:
 def test_a_soft_clip_that_is_too_wide_for_the_length_that_was_measured_is_warned_of_then() -> None:
     """At 2.4 tokens a budget of .5 nats per token is 1.2 nats, and at a KL of 0 a soft clip passes 23 % of the pull."""
     control = KLControl(KLConfig(kl_clip_method="soft", kl_clip_threshold=0.5))
-    with pytest.warns(
-        KLWarning, match=r"length is 2.4 tokens.* budget of 1.2 nats for 2.4 tokens: the soft .* 23 % of"
-    ):
+    with pytest.warns(KLWarning, match=r"length is 2.4 tokens.* budget of 1.2 nats .* 23 % of"):
         control.take_length(2.4)
     assert control.reference_length == 2.4
     with warnings.catch_warnings():

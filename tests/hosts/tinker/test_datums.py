@@ -113,7 +113,6 @@ def test_refusals(changes, error, message):
 
 
 def datum(**changes: Any) -> FakeDatum:
-    """A datum of three positions, of which the first speaks of the prompt."""
     rows = {
         "target_tokens": torch.tensor([7, 8, 9]),
         "advantages": torch.tensor([0.0, 2.0, 2.0]),
@@ -180,9 +179,7 @@ def test_what_is_no_list_of_datums_is_refused(data: Any) -> None:
         ({"mask": torch.zeros(3)}, EmptyMaskError, "no datum has a token to train on"),
     ],
 )
-def test_a_row_that_cannot_be_read_is_refused_with_its_datum(
-    changes: dict[str, Any], error: type[KlampError], words: str
-) -> None:
+def test_a_bad_row_is_refused_with_its_datum(changes: dict[str, Any], error: type[KlampError], words: str) -> None:
     with pytest.raises(error, match=f"^{words}") as caught:
         read_rows([datum(**changes)])
     assert caught.value.got and caught.value.why and caught.value.fix

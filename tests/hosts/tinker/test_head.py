@@ -48,9 +48,6 @@ def teacher(**fields: Any) -> TeacherConfig:
     return TeacherConfig(**given | {"teacher_top_k": 3} | fields)
 
 
-# -- asked for ---------------------------------------------------------------------------------------------------------
-
-
 class FakeTeacher(FakeSampler):
     """Says of every place that tokens 0, 1, ... are its likeliest; `more` also names the token that is there."""
 
@@ -99,9 +96,6 @@ def test_a_refusal_is_the_teachers():
         ask(FakeTeacher(faults={10: [RuntimeError("no")]}), 3)
     with pytest.raises(NonFiniteError, match="the teacher has no log-probability"):
         ask(FakeTeacher(faults={12: [[None, -1.0, None, -1.0]]}), 3)
-
-
-# -- in datums ---------------------------------------------------------------------------------------------------------
 
 
 def datum(places, *, response=(10, 11), **changes):
@@ -157,9 +151,6 @@ def test_a_head_that_does_not_fit_is_refused_before_anything_is_sent():
     assert "tokens (4, 3)" in caught.value.got
 
 
-# -- over the wire -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def taught(service, standin, trainer):
     """A teacher that was trained a little, as a client and with its tensors, and a student of another training."""
@@ -198,7 +189,6 @@ def test_the_gradient_is_that_of_a_local_teacher_with_the_same_head(taught, stan
         theirs = [base_model().logprobs(other, [row], [goal])[0] for row, goal in zip(tokens, whole, strict=True)]
 
     def local(_, ours):
-        """klamp's loss with both models' distributions here: nothing of it was told."""
         columns = {name: [] for name in ("policy", "teacher", "kl")}
         rows = {name: [d.loss_fn_inputs[name].to_torch() for d in data] for name in data[0].loss_fn_inputs}
         for p, q, y, mu in zip(ours, theirs, rows["target_tokens"], rows["logprobs"], strict=True):

@@ -30,9 +30,6 @@ def expected(prompts=PROMPTS, responses=RESPONSES):
     return [score([*p, *r])[len(p) :] for p, r in zip(prompts, responses, strict=True)]
 
 
-# -- over fakes -------------------------------------------------------------------------------------------------------
-
-
 def test_the_order_is_that_of_the_responses_whichever_answers_first():
     client = FakeSampler(delays={10: 0.03, 12: 0.02, 15: 0.01})
     assert compute(client, run=skipping) == expected()
@@ -61,9 +58,7 @@ def test_answers_without_the_first_none_are_understood():
 def test_a_response_with_a_hole_is_refused_and_the_sequence_named(bad):
     answer = score([4, 5, 13, 14, 15])
     answer[3] = bad
-    with pytest.raises(
-        NonFiniteError, match=r"sequence 2: .*\n  got: (None|nan|-inf|-9999.0) at token 1 of the response"
-    ):
+    with pytest.raises(NonFiniteError, match=r"sequence 2: .*\n  got: (None|nan|-inf|-9999.0) at token 1"):
         compute(FakeSampler(faults={15: [answer]}))
 
 
@@ -151,9 +146,6 @@ def test_refusals():
         compute(FakeSampler(), timeout=0)
 
 
-# -- over real HTTP ---------------------------------------------------------------------------------------------------
-
-
 def of_the_model(prompts, responses):
     """What the base model says, by a plain forward pass."""
     model, found = tiny_model().eval(), []
@@ -189,12 +181,6 @@ def test_over_http_without_a_warning(reference):
 def test_over_http_with_one_of_many_requests_in_trouble(reference, standin, fault):
     standin.inject(Fault(route="asample", scoring=True, **{"after": 2} | fault))
     assert compute(reference) == close(of_the_model(PROMPTS, RESPONSES))
-
-
-def test_over_http_a_service_that_does_not_answer(reference, standin):
-    standin.inject(Fault(kind="slow", route="asample", seconds=60, times=None))
-    with pytest.raises(ModelError, match="did not answer in time"):
-        compute(reference, timeout=0.2)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

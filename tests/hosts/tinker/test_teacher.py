@@ -19,7 +19,6 @@ def teacher(**fields: Any) -> TeacherConfig:
 
 
 def taught() -> tuple[list[FakeDatum], list[torch.Tensor]]:
-    """Datums of two anchors, and the policy's log-probabilities."""
     data, policies = fake_batch()
     others, _ = fake_batch(seed=5)
     rows = [other.loss_fn_inputs["ref_logprobs"] for other in others]

@@ -27,7 +27,6 @@ def datums(reference, *, off=0.3, **changes):
 
 
 def move(trainer, data):
-    """One large optimizer step, so that policy and reference differ."""
     trainer.forward_backward(
         [
             tinker.Datum(
@@ -46,7 +45,6 @@ def move(trainer, data):
 
 @functools.cache
 def base_model():
-    """The base model of the stand-in, a copy."""
     return BaseModel(tiny_model())
 
 

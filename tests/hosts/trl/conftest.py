@@ -29,6 +29,11 @@ def base() -> Any:
 
 
 @pytest.fixture(scope="module")
+def teacher(base: Any) -> Any:
+    return noisy(base, size=0.3, seed=9)
+
+
+@pytest.fixture(scope="module")
 def trainer(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("trainer")
     return klamp_trainer(noisy(base), folder, trainer={"ref_model": copy.deepcopy(base)}, beta=0.4, kl_monitor=True)

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import trl
 from datasets import Dataset
@@ -27,6 +28,7 @@ from klamp.config import KLConfig
 from klamp.hosts.trl.grpo_trainer import join
 from klamp.trl import GRPOConfig, GRPOTrainer
 
+LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
 # accelerate collects garbage at the end of every `train`; without this it would walk through all of torch each time.
 gc.collect()
 gc.freeze()
@@ -66,20 +68,17 @@ def model(kind: str = "qwen2", *, seed: int = 0, **options: Any) -> Any:
 
 
 def saved(made: Any, folder: Path) -> str:
-    """A folder that holds the model and its tokenizer, as TRL's own reference needs one."""
     made.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
 
 
 def noisy(made: Any, size: float = 0.05, seed: int = 1) -> Any:
-    """A copy with other weights: a policy that has moved."""
     return move(copy.deepcopy(made), size, seed)
 
 
 @torch.no_grad()
 def move(made: Any, size: float = 0.02, seed: int = 2) -> Any:
-    """Other weights for a model, as after an update."""
     torch.manual_seed(seed)
     for parameter in made.parameters():
         parameter.add_(size * torch.randn_like(parameter))
@@ -96,7 +95,6 @@ def dataset(**columns: Any) -> Dataset:
 
 
 def arguments(kind: type = GRPOConfig, folder: Any = "unused", **options: Any) -> Any:
-    """Arguments on the CPU that log to nobody."""
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
         "use_cpu": True,
@@ -116,7 +114,6 @@ def arguments(kind: type = GRPOConfig, folder: Any = "unused", **options: Any) -
 
 
 def build(kind: type, made: Any, args: Any, **options: Any) -> Any:
-    """A trainer of a class around a model (or a name)."""
     given: dict[str, Any] = {"reward_funcs": reward, "train_dataset": dataset(), "processing_class": tokenizer()}
     return kind(model=made, args=args, **(given | options))
 
@@ -130,7 +127,6 @@ def stock_trainer(made: Any, folder: Any = "unused", *, trainer: dict[str, Any] 
 
 
 def run(make: Any, folder: Path, path: str, base: Any, **options: Any) -> tuple[list[float], Any]:
-    """The losses of every micro-batch, and the trainer."""
     extra = {"eval_dataset": dataset()} if "eval_strategy" in options else {}
     given = {**options.pop("trainer", {}), **extra}
     policy = copy.deepcopy(base)
@@ -168,7 +164,6 @@ def rows_of(prompts: int = 2, generations: int = 2, **columns: Any) -> list[dict
 
 
 def generated(trainer: Any, seed: int = 5, rows: Any = None) -> dict[str, Any]:
-    """A generation batch that the trainer made."""
     torch.manual_seed(seed)
     return trainer._generate_and_score_completions(rows or rows_of())
 

@@ -33,7 +33,6 @@ class Jump(TrainerCallback):
 def run(
     folder: Path, *, build: Any = klamp_trainer, policy: Any = None, **options: Any
 ) -> tuple[Any, DoctorCallback, list[str]]:
-    """A trained trainer, its callback, and what klamp warned of."""
     callback = options.pop("callback", None) or DoctorCallback(options.pop("stop_on", ()))
     given, jumps = options.pop("trainer", {}), [Jump()] if options.pop("jumps", False) else []
     trainer = build(policy or model(), folder, trainer={**given, "callbacks": [*jumps, callback]}, **options)

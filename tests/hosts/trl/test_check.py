@@ -29,7 +29,6 @@ ROOMY = {"per_device_train_batch_size": 8, "num_generations": 4}
 
 @pytest.fixture(scope="module")
 def policy(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model that knows where it is saved, so that a reference can be loaded."""
     kept = copy.deepcopy(base)
     kept.config._name_or_path = saved(base, tmp_path_factory.mktemp("base"))
     return kept
@@ -64,8 +63,6 @@ def test_stock_trl_with_a_lagging_policy(options: Any, bias: bool, policy: Any, 
 
 
 def with_input(name: str, change: Any) -> Any:
-    """A subclass that changes one input of the loss."""
-
     def loss(self: Any, model: Any, inputs: Any) -> Any:
         return trl.GRPOTrainer._compute_loss(self, model, {**inputs, name: change(inputs[name])})
 

@@ -11,7 +11,7 @@ import torch
 import trl
 from peft import LoraConfig
 from tests.batches import flat_batch
-from tests.hosts.trl.hosts import PROMPTS, arguments, dataset, gradient_of, model, noisy, saved, tokenizer
+from tests.hosts.trl.hosts import PROMPTS, arguments, dataset, gradient_of, model, saved, tokenizer
 
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import exact_kl
@@ -39,16 +39,10 @@ CHOICES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.KLWarning")  # the bucket is cautioned about
 
 
-@pytest.fixture(scope="module")
-def teacher(base: Any) -> Any:
-    return noisy(base, size=0.3, seed=9)
-
-
 OF_GRPO = ("num_generations",)
 
 
 def settings(kind: type, folder: Any, **options: Any) -> Any:
-    """Arguments as the other tests have them."""
     asked = {"temperature": 0.7, "per_device_train_batch_size": 3, **options}
 
     def without_groups(**given: Any) -> Any:
@@ -71,7 +65,6 @@ def made(
 
 
 def batch_of(trainer: Any, rows: int = 3, seed: int = 5) -> dict[str, Any]:
-    """A batch of completions that the student drew, of unequal lengths."""
     torch.manual_seed(seed)
     inputs = trainer._generate_and_score_completions([{"prompt": text} for text in PROMPTS[:rows]])
     inputs["completion_mask"][0, 3:] = 0
@@ -151,10 +144,7 @@ def test_the_loss_and_its_gradient_are_klamps_own(base: Any, teacher: Any, tmp_p
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.5, 0.0])
-def test_a_run_has_trls_numbers_where_the_divergence_is_trls(
-    base: Any, teacher: Any, tmp_path: Path, beta: float
-) -> None:
-    """Untouched to the last bit; with the exact KL, whose direction is then that of TRL's beta, up to rounding."""
+def test_a_run_has_trls_numbers_where_its_divergence_is(base: Any, teacher: Any, tmp_path: Path, beta: float) -> None:
     options = {"beta": beta, "gradient_accumulation_steps": 2, "max_steps": 3}
     runs = [run(trl.DistillationTrainer, base, teacher, tmp_path, **options)]
     runs += [run(DistillationTrainer, base, teacher, tmp_path, **options, **more) for more in ({}, EXACT)]
@@ -170,7 +160,6 @@ def test_a_run_has_trls_numbers_where_the_divergence_is_trls(
 
 
 def run(kind: type, base: Any, teacher: Any, folder: Path, **options: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The weights after a run, and its logged steps."""
     trainer = made(base, teacher, folder, kind=kind, **options)
     torch.manual_seed(11)
     trainer.train()

@@ -36,9 +36,7 @@ def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, b
         ("is_fsdp_enabled", True, "spread over processes"),
     ],
 )
-def test_what_keeps_a_trainer_from_it(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object, reason: str
-) -> None:
+def test_what_stops_it(trainer: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object, reason: str) -> None:
     exact = KLConfig(beta=0.4, kl_estimator="exact")
     assert (exact_rows(trainer, None), exact_rows(trainer, KLConfig(beta=0.4)), exact_rows(trainer, exact)) == (0, 1, 2)
     monkeypatch.setattr(trainer, name, value)
@@ -56,9 +54,7 @@ def test_of_deepspeeds_stages_the_third_keeps_a_trainer_from_it(trainer: Any, mo
         assert why_not_exact(trainer) == reason
 
 
-def test_a_model_that_scales_its_logits_or_has_no_head_is_told(
-    trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_scaled_logits_and_no_head_are_told(trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(trainer.model.config, "logits_scaling", 8.0, raising=False)
     assert why_not_exact(trainer) == "the model multiplies its logits by 0.125"
     monkeypatch.undo()

@@ -23,9 +23,7 @@ MADE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_the_completions_are_those_of_generation_without(
-    base: Any, tmp_path: Path, name: str, cached: list[tuple[bool, int]]
-) -> None:
+def test_the_completions_are_the_same(base: Any, tmp_path: Path, name: str, cached: list[tuple[bool, int]]) -> None:
     ids = []
     for fast in (False, True):
         torch.manual_seed(7)  # TRL 1.10 draws an adapter's weights before it sets its seed

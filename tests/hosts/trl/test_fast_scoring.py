@@ -10,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tests.hosts.trl.hosts import (
-    generated,
-    klamp_trainer,
-    noisy,
-    run,
-    saved,
-    stock_trainer,
-)
+from tests.hosts.trl.hosts import generated, klamp_trainer, noisy, run, saved, stock_trainer
 from tests.hosts.trl.test_matrix import BETA, INPUTS, LOSS_TYPES, OPTIONS, SOME, _recorded, loss_and_gradient
 
 from klamp.hosts.trl import fast_scoring
@@ -122,9 +115,7 @@ PLAIN = {"optim": "sgd", "learning_rate": 0.1}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_has_the_losses_metrics_and_weights_of_one_without(
-    base: Any, folder: Path, name: str, cached: list[tuple[bool, int]]
-) -> None:
+def test_a_run_is_that_of_one_without(base: Any, folder: Path, name: str, cached: list[tuple[bool, int]]) -> None:
     options, path = PLAIN | RUNS[name], str(folder / "base")
     if "before" in options and not hasattr(options["before"], "target_parameters"):
         pytest.skip("TRL itself asks an adapter that was trained before for what this PEFT does not have")
@@ -173,13 +164,7 @@ def test_only_completions_with_a_gradient_are_run_with_one(base: Any, folder: Pa
     assert trainer._klamp.calls.learns is None
 
 
-def test_off_by_default(base: Any, folder: Path) -> None:
-    assert klamp_trainer(base, folder)._klamp.fast is None
-
-
-def test_a_model_whose_scores_are_not_trls_is_left_to_trl(
-    base: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_scores_differ_is_left_to_trl(base: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_scoring, "_same_as_host", lambda *_: False)
     with pytest.warns(match="TRL's own scoring is used in spite of fast_scoring: TRL's scores of the model are others"):
         trainer = klamp_trainer(base, folder, beta=0.3, fast_scoring=True)

@@ -13,12 +13,12 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import trl
 import yaml
 from tests.hosts.trl.hosts import (
+    LORA,
     arguments,
     build,
     generated,
@@ -34,13 +34,7 @@ from klamp.config import ALIASES, KLConfig
 from klamp.config.kl import KLWarning
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.hosts.common.kl_fields import kl_config, touched
-from klamp.hosts.trl.grpo_config import (
-    UNSLOTH,
-    check_arguments,
-    check_reference,
-    refuse_classes,
-    settle_reference,
-)
+from klamp.hosts.trl.grpo_config import UNSLOTH, check_arguments, check_reference, refuse_classes, settle_reference
 from klamp.trl import GRPOConfig, GRPOTrainer, attach
 
 CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.01}
@@ -190,9 +184,6 @@ def test_attach_takes_no_trainer_whose_arguments_have_a_kl_of_their_own(tmp_path
         attach(trainer, KLConfig(beta=0.1))
 
 
-LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -235,9 +226,7 @@ def test_a_loss_type_that_klamp_does_not_know_is_refused_by_name_where_the_kl_is
         ({"kl_exclude_tokens": ["<nope>"]}, {}, "a token that the tokenizer does not have"),
     ],
 )
-def test_what_the_built_trainer_cannot_do_is_refused(
-    tmp_path: Path, options: dict[str, Any], extra: dict[str, Any], text: str
-) -> None:
+def test_a_built_trainer_refuses(tmp_path: Path, options: dict[str, Any], extra: dict[str, Any], text: str) -> None:
     given = extra | ({"ref_model": model(seed=3)} if "ref_model" in extra else {})
     with pytest.raises(ConfigError, match=text):
         klamp_trainer(model(), tmp_path, beta=0.1, trainer=given, **options)

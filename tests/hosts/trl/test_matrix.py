@@ -136,9 +136,7 @@ def test_untouched_fields_leave_every_loss_as_it_is(three: Three, loss_type: str
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_k3_with_its_own_gradient_is_the_kl_of_trl_without_bias_correction(
-    three: Three, loss_type: str, option: str
-) -> None:
+def test_k3_with_its_own_gradient_is_trls_kl_without_bias_correction(three: Three, loss_type: str, option: str) -> None:
     options = {"loss_type": loss_type} | OPTIONS[option] | {"use_bias_correction_kl": False}
     for name in INPUTS if option == "plain" else SOME[:1]:
         expected, gradient = loss_and_gradient(three.stock, three.inputs[name], options)

@@ -130,9 +130,7 @@ def test_a_step_without_a_token_that_carries_the_kl_measures_none(base: Any, tmp
 
 
 @pytest.mark.parametrize("options", [{}, {"beta": 0.0, "kl_monitor": True}, {"target_kl": 0.1}])
-def test_a_kl_that_is_not_finite_stops_the_run_before_it_is_in_the_weights(
-    base: Any, tmp_path: Any, options: Any
-) -> None:
+def test_a_kl_that_is_not_finite_stops_the_run_before_the_weights(base: Any, tmp_path: Any, options: Any) -> None:
     """A reference without a number to say: at the end of the accumulation, before the optimizer step."""
     broken = copy.deepcopy(base)
     with torch.no_grad():

@@ -12,14 +12,12 @@ import pytest
 import torch
 import trl
 from safetensors.torch import load_file, save_file
-from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, noisy, saved, tokenizer
+from tests.hosts.trl.hosts import LORA, arguments, build, klamp_trainer, model, noisy, saved, tokenizer
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning, ModelError
 from klamp.hosts.trl.reference import frozen_copy
 from klamp.trl import attach, effective
-
-LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
 
 
 def test_the_reference_may_be_passed(tmp_path: Path) -> None:

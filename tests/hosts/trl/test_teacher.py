@@ -52,7 +52,6 @@ def teacher() -> Any:
 
 
 def made(base: Any, teacher: Any, folder: Path, **options: Any) -> Any:
-    """A trainer whose policy has moved from its start, with a teacher."""
     given = {"teacher_coef": COEF, "scale_rewards": "none", "max_steps": 4, **options}
     ref = {"ref_model": copy.deepcopy(base)} if given.get("beta") else {}
     extra = {**given.pop("trainer", {}), **ref, **({"teacher_model": copy.deepcopy(teacher)} if teacher else {})}
@@ -177,9 +176,7 @@ def test_a_teacher_behind_another_prompt_scores_the_same_completions(base: Any, 
 
 
 @pytest.mark.parametrize("column", ["", "hint"])
-def test_a_teacher_at_a_server_has_the_numbers_of_a_local_one(
-    base: Any, teacher: Any, tmp_path: Path, column: str
-) -> None:
+def test_a_teacher_at_a_server_has_a_local_ones_numbers(base: Any, teacher: Any, tmp_path: Path, column: str) -> None:
     """The server tells float32 numbers; what it was asked for is what the teacher sees."""
     hints = [f"{text} the days" for text in PROMPTS]
     options: dict[str, Any] = {**KINDS["the teacher's head, forward"], "teacher_prompt": column or None}
@@ -205,9 +202,7 @@ class Forbidding(VLLMServer):
         return entry if token == tokenizer().eos_token_id else {**entry, str(token): {"logprob": -9999.0, "rank": 96}}
 
 
-def test_a_token_that_the_server_rules_out_is_refused_or_bounded_and_counted(
-    base: Any, teacher: Any, tmp_path: Path
-) -> None:
+def test_a_token_that_the_server_rules_out_is_refused_or_bounded(base: Any, teacher: Any, tmp_path: Path) -> None:
     with answering(Forbidding(teacher, tokenizer(), names=("teacher",), longest=64).answer) as url:
         with pytest.raises(NonFiniteError, match="teacher_max_log_ratio bounds its pull"):
             generated(made(base, None, tmp_path, teacher_url=url))
@@ -227,9 +222,7 @@ def test_a_server_that_does_not_fit_is_refused_before_a_step(base: Any, teacher:
             made(base, None, tmp_path, teacher_url=url, temperature=0.7)
 
 
-def test_an_adapter_is_trained_towards_a_model_and_towards_the_policy_without_it(
-    base: Any, teacher: Any, tmp_path: Path
-) -> None:
+def test_an_adapter_is_taught_by_a_model_and_by_the_policy_without_it(base: Any, teacher: Any, tmp_path: Path) -> None:
     """Of a policy with an adapter the hidden states and head are those below it; off, it is the base model."""
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_alpha=8)
     for given in ({"teacher_kind": "adapter_off"}, {}):
@@ -289,10 +282,7 @@ def _nothing(completions: list[str], **_: Any) -> list[float]:
         ({"teacher_url": "http://h:1", "teacher_estimator": "exact"}, "cannot use a server"),
         ({"teacher_kind": "live", "teacher_estimator": "topk"}, "output head moves between"),
         ({"teacher_models": ["a=x", "b=y"], "teacher_key": "k"}, "klamp scores a whole batch with one teacher"),
-        (
-            {"teacher_model": "x", "teacher_placement": "advantage", "loss_type": "vespo"},
-            "'advantage' cannot be combined with loss_type='vespo'",
-        ),
+        ({"teacher_model": "x", "teacher_placement": "advantage", "loss_type": "vespo"}, "with loss_type='vespo'"),
     ],
 )
 def test_what_trl_cannot_do_is_refused_before_a_model_is_loaded(options: dict[str, Any], words: str) -> None:

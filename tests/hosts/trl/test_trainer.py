@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import trl
-from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, run, saved, stock_trainer
+from tests.hosts.trl.hosts import LORA, arguments, build, klamp_trainer, model, run, saved, stock_trainer
 
 from klamp.errors import KLWarning
 from klamp.trl import GRPOConfig, GRPOTrainer, effective
 
-LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
 RUNS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "two iterations": {"num_iterations": 2, "gradient_accumulation_steps": 2, "loss_type": "dapo"},
@@ -40,12 +38,9 @@ def test_untouched_a_run_is_that_of_the_stock_class(name: str, tmp_path: Path) -
     assert any(not torch.equal(a, b) for a, b in zip(ours.model.parameters(), base.parameters(), strict=False))
     for (title, a), b in zip(stock.model.named_parameters(), ours.model.parameters(), strict=True):
         assert torch.equal(a, b), title
-    logged = [{k: v for k, v in row.items() if k in other} for row, other in _rows(ours, stock)]
+    rows = zip(ours.state.log_history, stock.state.log_history, strict=True)
+    logged = [{k: v for k, v in row.items() if k in other} for row, other in rows]
     assert [row.get("kl") for row in logged] == [row.get("kl") for row in stock.state.log_history]
-
-
-def _rows(ours: Any, stock: Any) -> list[tuple[dict, dict]]:
-    return list(zip(ours.state.log_history, stock.state.log_history, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -62,7 +57,6 @@ def test_k3_with_its_own_gradient_trains_like_trl_without_bias_correction(name: 
 
 
 def test_the_usage_of_the_clipping_notes_runs_as_printed(tmp_path: Path) -> None:
-    """The clipping notes: a clip without a beta is TRL's beta of 0, which klamp says."""
     with pytest.warns(KLWarning, match="beta is 0"):
         training_args = arguments(GRPOConfig, tmp_path, kl_clip_method="hard", kl_clip_threshold=0.5)
     trainer = build(GRPOTrainer, model(), training_args)

@@ -105,8 +105,6 @@ def test_the_controller_takes_in_the_kl_of_the_step() -> None:
 
 
 class Data(dict[str, Any]):
-    """As much of verl's micro-batch as the hook of its loss uses, padded."""
-
     def select(self, *names: str, strict: bool) -> Data:
         return Data({name: self[name] for name in names if name in self})
 

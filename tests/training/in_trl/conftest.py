@@ -29,5 +29,4 @@ QUICK: dict[str, Any] = {
 
 @pytest.fixture
 def quick(config_of: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
-    """The configuration of such a run in tmp_path/run, with some values changed."""
     return lambda **changes: config_of(**{**QUICK, **changes})

@@ -11,5 +11,4 @@ from klamp.lab.config import TrainConfig
 
 @pytest.fixture
 def quick(config_of: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
-    """The configuration of such a run in tmp_path/run, with some values changed."""
     return lambda **changes: config_of(**{"backend": "verl", "max_prompt_length": 20, "cpu": False, **changes})

@@ -1,7 +1,4 @@
-"""Every field of a run's configuration is an argument of verl, is honoured around it, or is refused.
-
-That verl knows these arguments, and what they do there, is tested in tests/engines/verl/test_backend.py.
-"""
+"""Every field of a run's configuration is an argument of verl, is honoured around it, or is refused."""
 
 from __future__ import annotations
 
