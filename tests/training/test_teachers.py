@@ -26,7 +26,7 @@ from klamp.lab.folders import lines_of
 from klamp.lab.models import load_model
 from klamp.lab.rollouts import collect
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
-from klamp.lab.updates import completion_row, measured, scored_batch, taught_of, update
+from klamp.lab.updates import completion_row, measured, scored_batch, taught_of, update, with_old_logprobs
 from klamp.scoring.completions import select
 from klamp.scoring.scorer import Ask, score
 
@@ -41,7 +41,7 @@ def scored(context, **changes):
     whole = slice(0, len(rollout.texts))
     ask = Ask(temperature=context.config.rollout.temperature, taught=taught_of(context, rollout, whole))
     scores = context.scorer(rollout.completions, ask)
-    return rollout, scores, scored_batch(context, rollout, whole, scores, objective)
+    return rollout, scores, scored_batch(context, rollout, scores, objective)
 
 
 @pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
@@ -188,7 +188,7 @@ def test_a_completion_that_is_written_has_the_teacher_s_numbers(context_of, teac
         rewarded = replace(rollout, rewards=sign * likelier)
         output = update(context, SGD(context.policy.parameters(), lr=0.0), rewarded, context.objective)
         assert measured(context, rewarded, [output])["teacher/reward_correlation"] == pytest.approx(sign, abs=1e-4)
-    row = completion_row(context, rollout, output, 0)
+    row = completion_row(context, with_old_logprobs(rollout, output), 0)
     assert row["teacher_logprobs"] == rollout.teacher_scores.logprobs[0, : int(rollout.mask[0].sum())].tolist()
 
 

@@ -111,6 +111,19 @@ class MovingReference(LocalReference):
                 rounded.copy_(mine)
 
 
+class RowPredictions(NamedTuple):
+    """What an anchor predicts for some of B completions."""
+
+    rows: Tensor  # [B] bool: the completions
+    predictions: Predictions  # [R, T, ...]
+
+    def part(self, part: slice) -> RowPredictions | None:
+        """Those for a part of the batch; None if it has none of the completions."""
+        first, count = int(self.rows[: part.start].sum()), int(self.rows[part].sum())
+        values = self.predictions.values[first : first + count]
+        return RowPredictions(self.rows[part], replace(self.predictions, values=values)) if count else None
+
+
 def score_rows(
     model: Reference,
     completions: Completions,
@@ -119,8 +132,8 @@ def score_rows(
     temperature: float,
     parts: Sequence[slice],
     keep: Tensor | None = None,
-) -> tuple[Tensor, Predictions | None]:
-    """Log-probabilities [B, T] of the completions `rows`, 0 in the others; predictions [R, T, ...] of those in `keep`.
+) -> tuple[Tensor, RowPredictions | None]:
+    """Log-probabilities [B, T] of the completions `rows`, 0 in the others; predictions for those in `keep`.
 
     rows, keep: [B] bool.
     """
@@ -129,28 +142,21 @@ def score_rows(
     for part in parts:
         chosen = part.start + rows[part].nonzero()[:, 0]
         if len(chosen):
-            options: dict[str, Any] = {}
-            if keep is not None and isinstance(model, LocalReference):
-                options["keep"] = keep[chosen]
+            options = {} if keep is None or not isinstance(model, LocalReference) else {"keep": keep[chosen]}
             scores = model.score(select(completions, chosen), temperature=temperature, **options)
             logprobs[chosen] = pad_tokens(scores.logprobs, length).to(logprobs.dtype)
             predictions += [] if scores.predictions is None else [scores.predictions.padded(length)]
-    if not predictions:
+    if keep is None or not predictions:
         return logprobs, None
-    return logprobs, replace(predictions[-1], values=torch.cat([part.values for part in predictions]))
-
-
-def of_part(predictions: Predictions, rows: Tensor, part: slice) -> Predictions | None:
-    """Of predictions for the completions `rows`, [B] bool, those for a part of the batch; None: it has none."""
-    first, count = int(rows[: part.start].sum()), int(rows[part].sum())
-    return replace(predictions, values=predictions.values[first : first + count]) if count else None
+    values = torch.cat([part.values for part in predictions])
+    return logprobs, RowPredictions(keep, replace(predictions[-1], values=values))
 
 
 class TeacherScores(NamedTuple):
     """How the teachers of a rollout scored its B completions of T tokens."""
 
     logprobs: Tensor  # [B, T] log-probabilities of the tokens, each under its own teacher
-    parts: Sequence[tuple[Tensor, Predictions]]  # of each teacher, [B] bool its rows, [R, T, ...] its predictions
+    parts: Sequence[RowPredictions]  # one for each teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,15 +193,17 @@ class Teachers:
         """Score a rollout in parts: every row by its own teacher, whose numbers return to that row."""
         completions, whole = self.completions(examples, completions), prefix_kl(self.config) is not None
         logprobs = torch.zeros(completions.ids.shape, device=completions.ids.device)
-        predictions: list[tuple[Tensor, Predictions]] = []
+        predictions: list[RowPredictions] = []
         for key, model in self.models.items():
             rows = self.rows(key, examples).to(logprobs.device)
-            options: dict[str, Any] = {"temperature": temperature, "parts": parts, "keep": rows if whole else None}
-            scores, predicted = score_rows(model, completions, rows, **options)
+            keep = rows if whole else None
+            scores, predicted = score_rows(model, completions, rows, temperature=temperature, parts=parts, keep=keep)
             logprobs[rows] = scores[rows]
-            if self.config.kind == "live" and predicted is not None and predicted.head is not None:
-                predicted = replace(predicted, head=predicted.head.copied())  # the head is that of the whole step
-            predictions += [] if predicted is None else [(rows, predicted)]
+            if predicted is not None:
+                head = predicted.predictions.head
+                if self.config.kind == "live" and head is not None:  # the head is that of the whole step
+                    predicted = RowPredictions(rows, replace(predicted.predictions, head=head.copied()))
+                predictions.append(predicted)
         return TeacherScores(logprobs, predictions)
 
 

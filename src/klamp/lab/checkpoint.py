@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,11 +43,6 @@ if TYPE_CHECKING:
 
 STATE_FILE = "state.json"  # the file of a checkpoint that holds what changes from step to step besides the weights
 STATE = {"step", "controller", "schedule", "reference_length"}  # the keys that it must hold for a run to continue
-UNREADABLE = (
-    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError),
-    *(UnpicklingError, SafetensorError),
-)
-"""What reading a damaged file can raise."""
 UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 """What writing a checkpoint onto a full disk can raise: torch and safetensors have errors of their own."""
 IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_split")
@@ -158,7 +152,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
     """A context in which an error of reading is that of a damaged checkpoint."""
     try:
         yield
-    except UNREADABLE as error:
+    except Exception as error:  # a damaged file makes each of its readers raise another one
         raise damaged(checkpoint, error) from error
 
 

@@ -25,7 +25,7 @@ from klamp.errors import ConfigError, DataError, TrainingStopped
 from klamp.hosts.common.versions import installed_version
 from klamp.lab import folders
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import SCORE, lines_of, write_whole
+from klamp.lab.folders import lines_of, write_whole
 from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 
 
@@ -76,9 +76,6 @@ class Observer:
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
         """Called with a sample of the step's completions."""
 
-    def on_checkpoint(self, step: int, folder: Path) -> None:
-        """Called when a checkpoint was written."""
-
     def on_alarm(self, finding: AlarmFinding) -> None:
         """Called when an alarm rose, once per alarm in a run; see `klamp.doctor.alarms`."""
 
@@ -95,17 +92,14 @@ class Observer:
 class AlarmObserver(Observer):
     """Examines the run with every alarm after each step and evaluation; `tell` reaches all observers."""
 
-    def __init__(
-        self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str, stop_on: Sequence[str] = ()
-    ) -> None:
-        self.tell, self.rl_skill, self.stop_on = tell, rl_skill, tuple(stop_on)
-        self.watch = AlarmWatch(RunSettings(), stop_on=stop_on)
+    def __init__(self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str) -> None:
+        self.tell, self.rl_skill, self.watch = tell, rl_skill, AlarmWatch(RunSettings())
 
     def on_start(self, info: RunInfo) -> None:
         """Keep the configuration, and take up the record of the steps before a checkpoint, unless it is damaged."""
         settings = settings_of_run(info.config.flat(), rl_skill=self.rl_skill)
         names = {row["name"] for row in lines_of(info.output_dir / ALARMS_FILE) if isinstance(row.get("name"), str)}
-        self.watch = AlarmWatch(settings, reported=names, stop_on=self.stop_on)
+        self.watch = AlarmWatch(settings, reported=names, stop_on=info.config.run.stop_on)
         with suppress(DataError, ConfigError):
             past = read_klamp_run(info.output_dir) if info.start_step else History()
             completions = chain.from_iterable(past.completions.values())
@@ -134,10 +128,7 @@ def stopped_by(finding: AlarmFinding, after: str) -> TrainingStopped:
     return TrainingStopped(what, got=evidence.text, resumable=True, why=why, fix=fix)
 
 
-PACKAGES = (
-    *("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors"),
-    *("verl", "ray", "vllm"),
-)
+PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors", "verl", "ray", "vllm")
 
 
 def versions() -> dict[str, str]:
@@ -218,7 +209,7 @@ class RunLog(Observer):
         self._track(metrics, step)
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        named = {f"{SCORE}{skill}": value for skill, value in scores.items()}
+        named = {f"eval/{skill}": value for skill, value in scores.items()}
         self._append(METRICS_FILE, {"step": step, **named})
         self._track(named, step)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +17,11 @@ from klamp.core.term import Weighted, measure, prepare, sequence_gate_kl
 from klamp.core.types import Batch, Direction, Scored, held_anchors
 from klamp.errors import ConfigError
 from klamp.hosts.common.rollout import kl_tokens
-from klamp.lab.anchors import LocalReference, Reference, TeacherScores, of_part, score_rows
+from klamp.lab.anchors import LocalReference, Reference, RowPredictions, TeacherScores, score_rows
 from klamp.lab.sampling import encode_prompts, generate, uniform_numbers
 from klamp.lab.setup import Context
 from klamp.lab.tasks.base import NO_REWARD, Example
 from klamp.scoring.completions import Completions, select
-from klamp.scoring.model_parts import Predictions
 from klamp.scoring.scorer import Ask, ExactKL, Scores, joined
 
 LENGTH_PROMPTS = 64  # prompts by whose completions the reference's length is measured
@@ -41,8 +41,7 @@ class Rollout:
     totals: Totals  # the counts of the whole step
     ref_logprobs: Tensor | None = None  # [B, T] log-probabilities under the reference; None where none is loaded
     original_logprobs: Tensor | None = None  # [B, T] under the model that a moving reference started from
-    exact_rows: Tensor | None = None  # [B] bool: completions whose exact KL is measured
-    ref_predictions: Predictions | None = None  # [sum(exact_rows), T, ...] the reference's for the rows of `exact_rows`
+    ref_predictions: RowPredictions | None = None  # for the completions whose exact KL is measured
     teacher_scores: TeacherScores | None = None  # None without a teacher
     gate_kl: Tensor | None = None  # [B] KL (nats per sequence) that decides the clip
     reference_length: Tensor | None = None  # [B] reference lengths in tokens
@@ -66,10 +65,9 @@ def completed(
     """One completion of each prompt by the policy, or by the reference; `uniforms` as in `generate`."""
     ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
     options: dict[str, Any] = {"rollout": context.config.rollout, "stop": context.stop, "pad": context.pad}
-    if reference is None:
-        return generate(context.policy, ids, mask, uniforms=uniforms, traits=context.scorer.traits, **options)
-    with reference.sampling_model() as model:
-        return generate(model, ids, mask, uniforms=uniforms, traits=reference.scorer.traits, **options)
+    traits = (context if reference is None else reference).scorer.traits
+    with nullcontext(context.policy) if reference is None else reference.sampling_model() as model:
+        return generate(model, ids, mask, uniforms=uniforms, traits=traits, **options)
 
 
 def rate(
@@ -109,16 +107,14 @@ def _with_reference(context: Context, rollout: Rollout, reference: Reference, ho
     if context.original is not None:
         original, _ = score_rows(context.original, rollout.completions, everyone, **how)
         rollout = replace(rollout, original_logprobs=original)
-    exact_rows = rows if isinstance(reference, LocalReference) else None
-    return replace(rollout, ref_logprobs=logprobs, exact_rows=exact_rows, ref_predictions=predictions)
+    return replace(rollout, ref_logprobs=logprobs, ref_predictions=predictions)
 
 
 def exact_of(context: Context, rollout: Rollout, part: slice, *, learns: tuple[Direction, ...] = ()) -> ExactKL | None:
     """What a scorer needs to measure the exact KL of a part of the rollout; None where it is measured in no row."""
-    rows, predictions = rollout.exact_rows, rollout.ref_predictions
-    if rows is None or predictions is None or (ref := of_part(predictions, rows, part)) is None:
+    if rollout.ref_predictions is None or (ref := rollout.ref_predictions.part(part)) is None:
         return None
-    return ExactKL(rows=rows[part], ref=ref, directions=context.exact_directions, learns=learns)
+    return ExactKL(rows=ref.rows, ref=ref.predictions, directions=context.exact_directions, learns=learns)
 
 
 @torch.no_grad()
