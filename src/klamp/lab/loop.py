@@ -196,12 +196,9 @@ def needed_reference(ref_model: nn.Module | None, kl_coef: float) -> nn.Module |
     """The reference; None if `kl_coef` is 0, a ConfigError if it is missing."""
     check_beta(kl_coef, name="kl_coef")
     if kl_coef > 0 and ref_model is None:
-        raise ConfigError(
-            "kl_coef is positive and there is no reference",
-            got=f"kl_coef={kl_coef}, ref_model=None",
-            why="a KL needs something to be the distance to",
-            fix="pass ref_model (a frozen copy of the starting policy), or kl_coef=0",
-        )
+        got, why = f"kl_coef={kl_coef}, ref_model=None", "a KL needs something to be the distance to"
+        fix = "pass ref_model (a frozen copy of the starting policy), or kl_coef=0"
+        raise ConfigError("kl_coef is positive and there is no reference", got=got, why=why, fix=fix)
     return ref_model if kl_coef > 0 else None
 
 
@@ -214,12 +211,9 @@ def _log_probs(model: nn.Module, completions: Completions, temperature: float) -
 def take_step(
     context: Context, optimizer: Optimizer, examples: Sequence[Example], *, step: int, total_steps: int
 ) -> tuple[Rollout, dict[str, float]]:
-    """One step of GRPO: sample and score completions, update the policy, measure, adjust beta.
+    """One step of GRPO: sample and score completions, update the policy, measure, adjust beta; and its metrics.
 
     `step` counts from 0, and with the seed it determines every draw. After a RewardError the weights are as they were.
-
-    Returns:
-        The completions that were trained on, and the metrics by their names in `klamp.doctor.metrics`.
     """
     config, rate = context.config, float(optimizer.param_groups[0]["lr"])
     beta, coefficient = context.control.beta(step, total_steps), config.teacher.coefficient(step, total_steps)
@@ -317,9 +311,8 @@ def log_train(step: int, metrics: Mapping[str, float], *, writer: Any = None) ->
     if writer is not None:
         for name, value in metrics.items():
             writer.add_scalar(f"train/{name}", value, step)
-    names = {"loss": "Loss", "grad_norm": "Grad norm", "reward": "Reward", "kl_penalty": "KL penalty"}
-    rounded = {name: round(metrics[name], 4) + 0.0 for name in names if name in metrics}  # -0.0000 says nothing
-    shown = [f"{names[name]}: {value:.4f}" for name, value in rounded.items()]
+    labels = {"loss": "Loss", "grad_norm": "Grad norm", "reward": "Reward", "kl_penalty": "KL penalty"}
+    shown = [f"{labels[name]}: {metrics[name]:z.4f}" for name in labels if name in metrics]  # z: no -0.0000
     line = " | ".join([f"Step {step}", *shown])
     log.info(line)
     return line
@@ -334,6 +327,8 @@ class Trainer:
         self.optimizer = updates.adamw(context.policy, config)
         self.optimizer.register_step_pre_hook(self._begin_update)
         self.schedule = updates.schedule_of(self.optimizer, config)
+        moving = {name: anchor.average for name, anchor in context.moving.items()}
+        self.weights = checkpoint.Weights(context.policy, context.tokenizer, self.optimizer, moving)
         self.alarms = AlarmObserver(self.tell, rl_skill=context.task.rl_skill)
         self.observers = [*observers, self.alarms]
         self.whole = True  # whether the weights are those of the last step done, and not half way through the next one
@@ -356,7 +351,8 @@ class Trainer:
                 if saved is not None:
                     run.resume(saved)
                 run.tell(lambda o: o.on_start(run.info(changes)))
-                run.warn(*chat_cautions(config.task, run.context.tokenizer, run.context.stop))
+                for text in chat_cautions(config.task, run.context.tokenizer, run.context.stop):
+                    run.warn(text)
                 return run.run()
             finally:
                 for observer in everyone:
@@ -451,22 +447,10 @@ class Trainer:
         context, (step, newest) = self.context, self.newest_checkpoint()
         if step == self.step:
             return
-        state = {
-            "step": self.step,
-            **context.control.state_dict(),
-            "fingerprints": self.fingerprints,
-            "schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
-        }
-        checkpoint.save(
-            self.folder,
-            self.step,
-            policy=context.policy,
-            tokenizer=context.tokenizer,
-            optimizer=self.optimizer,
-            anchors={name: anchor.average for name, anchor in context.moving.items()},
-            documents={checkpoint.STATE_FILE: state, IDENTITY: identity(context.config, newest)},
-            keep=context.config.run.keep_checkpoints,
-        )
+        state = {"step": self.step, **context.control.state_dict(), "fingerprints": self.fingerprints}
+        documents = {checkpoint.STATE_FILE: state, IDENTITY: identity(context.config, newest)}
+        keep = context.config.run.keep_checkpoints
+        checkpoint.save(self.folder, self.step, self.weights, documents, keep=keep)
 
     def save_whole(self) -> tuple[int, Path | None]:
         """Save the last step done, unless an update is under way; returns the newest checkpoint."""
@@ -484,12 +468,8 @@ class Trainer:
         """Continue from a checkpoint, whose policy is loaded."""
         state = checkpoint.load_state(folder)
         check_same(dict(state.get("fingerprints") or {}), self.fingerprints, checkpoint=folder)
-        anchors = {name: anchor.average for name, anchor in self.context.moving.items()}
-        checkpoint.load_weights(folder, self.optimizer, anchors)
+        checkpoint.load_weights(folder, self.weights)
         with checkpoint.reading(folder):
-            self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
-            if repr(self.schedule.last_epoch) != repr(state["step"]):
-                raise TypeError(f"last_epoch of the schedule is {self.schedule.last_epoch!r}")
             go_on_from(self.schedule, state["step"], self.context.config.optim.learning_rate)
             self.context.control.load_state_dict(state)
             self.step = state["step"]
@@ -498,9 +478,8 @@ class Trainer:
         for observer in self.observers:
             hook(observer)
 
-    def warn(self, *texts: str) -> None:
-        for text in texts:
-            self.tell(lambda o, text=text: o.on_warning(text))
+    def warn(self, text: str) -> None:
+        self.tell(lambda o: o.on_warning(text))
 
     def _check_step_zero(self, metrics: Mapping[str, float]) -> None:
         """Warn if the teacher is the policy itself, and the KL to it before the first update is not 0."""
@@ -509,9 +488,8 @@ class Trainer:
         kl = abs(metrics.get("teacher/kl", 0.0))
         if itself and not teacher.teacher_prompt and kl > STEP_ZERO_KL:
             self.warn(
-                f"The KL to the teacher before the first update is {metrics['teacher/kl']:.2e} nats per token and "
-                "should be about 0: it is the same model at the same prompts. Its numbers likely belong to other "
-                "tokens, or to another temperature."
+                f"The KL to the teacher before the first update is {kl:.2e} nats per token and should be about 0: it "
+                "is the same model at the same prompts. Its numbers may belong to other tokens or another temperature."
             )
 
     def stopped(self) -> TrainingStopped:

@@ -46,40 +46,21 @@ class Rollout:
     gate_kl: Tensor | None = None  # [B] KL (nats per sequence) that decides the clip
     reference_length: Tensor | None = None  # [B] reference lengths in tokens
     old_logprobs: Tensor | None = None  # [B, T] log-probabilities before the first update; None until then
-    before: Scores | None = None
-    """The policy's scores before the first update; None: no clip and no KL in the reward needs them."""
+    before: Scores | None = None  # the policy's before the first update, if a clip or a KL in the reward needs them
 
 
 def collect(context: Context, examples: Sequence[Example], *, step: int, terms: Sequence[Weighted]) -> Rollout:
     """Sample completions for the prompts of a step, score and reward them; `terms`: for a KL in the reward."""
-    rollout = context.config.rollout
-    chosen = [example for example in examples for _ in range(rollout.num_generations)]
-    uniforms = uniform_numbers(context.config.run.seed, step, len(chosen), rollout.max_completion_length)
-    completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms)
-    return rate(context, chosen, completions, terms=[term for term in terms if term.coefficient > 0])
-
-
-def completed(
-    context: Context, prompts: Sequence[str], *, uniforms: Tensor | None, reference: LocalReference | None = None
-) -> Completions:
-    """One completion of each prompt by the policy, or by the reference; `uniforms` as in `generate`."""
-    ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
-    options: dict[str, Any] = {"rollout": context.config.rollout, "stop": context.stop, "pad": context.pad}
-    traits = (context if reference is None else reference).scorer.traits
-    with nullcontext(context.policy) if reference is None else reference.sampling_model() as model:
-        return generate(model, ids, mask, uniforms=uniforms, traits=traits, **options)
-
-
-def rate(
-    context: Context, chosen: Sequence[Example], completions: Completions, *, terms: Sequence[Weighted]
-) -> Rollout:
-    """Add masks, rewards, reference scores and advantages to sampled completions, a group next to each other."""
+    config = context.config.rollout
+    chosen = [example for example in examples for _ in range(config.num_generations)]
+    uniforms = uniform_numbers(context.config.run.seed, step, len(chosen), config.max_completion_length)
+    completions = completed(context, [example.prompt for example in chosen], uniforms=uniforms)
     texts, mask = completions.texts(context.tokenizer), completions.mask
     rewards = [context.task.score(example, text) for example, text in zip(chosen, texts, strict=True)]
-    if context.config.rollout.mask_truncated_completions:
+    if config.mask_truncated_completions:
         mask = mask & completions.ended[:, None]
     kl_mask = kl_tokens(completions.ids, mask, context.excluded)
-    lengths = context.control.reference_lengths([e.reference_length for e in chosen])
+    lengths = context.control.reference_lengths([example.reference_length for example in chosen])
     rollout = Rollout(
         examples=chosen,
         texts=texts,
@@ -91,12 +72,24 @@ def rate(
         totals=Totals(*(max(1.0, float(x)) for x in (len(chosen), mask.sum(), kl_mask.sum()))),
         reference_length=None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device),
     )
-    how: dict[str, Any] = {"temperature": context.config.rollout.temperature, "parts": context.parts(len(texts))}
+    how: dict[str, Any] = {"temperature": config.temperature, "parts": context.parts(len(texts))}
     if context.reference is not None:
         rollout = _with_reference(context, rollout, context.reference, how)
     if context.teachers is not None:
         rollout = replace(rollout, teacher_scores=context.teachers.score(chosen, completions, **how))
+    terms = [term for term in terms if term.coefficient > 0]
     return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
+
+
+def completed(
+    context: Context, prompts: Sequence[str], *, uniforms: Tensor | None, reference: LocalReference | None = None
+) -> Completions:
+    """One completion of each prompt by the policy, or by the reference; `uniforms` as in `generate`."""
+    ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
+    options: dict[str, Any] = {"rollout": context.config.rollout, "stop": context.stop, "pad": context.pad}
+    traits = (context if reference is None else reference).scorer.traits
+    with nullcontext(context.policy) if reference is None else reference.sampling_model() as model:
+        return generate(model, ids, mask, uniforms=uniforms, traits=traits, **options)
 
 
 def _with_reference(context: Context, rollout: Rollout, reference: Reference, how: dict[str, Any]) -> Rollout:

@@ -16,10 +16,10 @@ from transformers import get_scheduler
 
 from klamp.config.loss import configured_price, spread_of_group
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import masked_log_ratio, masked_mean, masked_sum, upcast
+from klamp.core.masking import masked_log_ratio, masked_mean, upcast
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.penalty import kl_metrics
-from klamp.core.term import carries_kl, measure
+from klamp.core.term import measure
 from klamp.core.types import Batch, Direction
 from klamp.doctor.metrics import check_metrics
 from klamp.errors import NonFiniteError
@@ -32,7 +32,7 @@ from klamp.lab.rollouts import Rollout, batch_of, exact_of
 from klamp.lab.setup import Context
 from klamp.lab.tasks.base import NO_REWARD
 from klamp.scoring.completions import select
-from klamp.scoring.scorer import Ask, Scores, TeacherKL, joined, pad_tokens
+from klamp.scoring.scorer import Ask, Scores, TeacherKL, joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,7 @@ class UpdateOutput:
 
     scores: Scores  # the policy's scores of the rollout before the update, detached
     losses: dict[str, float]  # the loss and its metrics over the whole step
-    kl_old: float  # k3 of KL(old||policy) in nats per token; 0 in a rollout's first update
-    grad_norm: float | None  # before clipping; None: kl_old exceeds kl_early_stop, and no optimizer step was taken
+    grad_norm: float | None  # before clipping; None: the KL to the old policy exceeds kl_early_stop, no step was taken
 
 
 def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: Objective) -> UpdateOutput:
@@ -51,9 +50,8 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
     parts, part_losses = list[Scores](), list[Tensor]()
     optimizer.zero_grad()
     for part in context.parts(len(rollout.texts)):
-        scores: Scores = context.scorer(
-            select(rollout.completions, part), _ask(context, rollout, part, objective, learns)
-        )
+        ask = _ask(context, rollout, part, objective, learns)
+        scores: Scores = context.scorer(select(rollout.completions, part), ask)
         loss = grpo_loss(scored_batch(context, rollout, scores, objective, part), objective, totals=rollout.totals).loss
         loss.backward()
         part_losses.append(loss.detach().double())
@@ -63,10 +61,10 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
     losses["policy/skipped"] = float((~learns).sum() / rollout.totals.sequences)
     if (kl := held_kl(losses, exact_everywhere=context.exact_everywhere)) is not None:
         check_kl(kl)  # the controller could not go by it
-    kl_old, bound = kl_from_old(rollout, scores.logprobs), context.config.kl.kl_early_stop
-    stops = bound is not None and kl_old > bound
+    bound = context.config.kl.kl_early_stop
+    stops = bound is not None and losses.get("policy/kl_old", 0.0) > bound
     grad_norm = None if stops else _step(context, optimizer, losses["train/loss"])
-    return UpdateOutput(scores=scores, losses=losses, kl_old=kl_old, grad_norm=grad_norm)
+    return UpdateOutput(scores=scores, losses=losses, grad_norm=grad_norm)
 
 
 def learning_rows(context: Context, rollout: Rollout, objective: Objective) -> Tensor:
@@ -107,10 +105,10 @@ def taught_of(context: Context, rollout: Rollout, part: slice) -> tuple[TeacherK
     teacher = context.config.teacher
     if rollout.teacher_scores is None or (how := prefix_kl(teacher)) is None:
         return ()
-    # the weight of the tail
-    sampler = rollout.completions.sampler_logprobs[part] if teacher.teacher_off_policy != "none" else None
-    anchors = [anchor for each in rollout.teacher_scores.parts if (anchor := each.part(part)) is not None]
-    return tuple(TeacherKL(rows=a.rows, anchor=a.predictions, how=how, sampler=sampler) for a in anchors)
+    weighs = teacher.teacher_off_policy != "none"  # the tail
+    sampler = rollout.completions.sampler_logprobs[part] if weighs else None
+    parts = (predictions.part(part) for predictions in rollout.teacher_scores.parts)
+    return tuple(TeacherKL(rows=p.rows, anchor=p.predictions, how=how, sampler=sampler) for p in parts if p is not None)
 
 
 @torch.no_grad()
@@ -121,6 +119,9 @@ def loss_metrics(context: Context, rollout: Rollout, scores: Scores, objective: 
     metrics |= grpo_loss(batch, objective, totals=rollout.totals).metrics
     if scores.exact is not None and context.exact_everywhere:
         metrics["kl/exact"] = masked_mean(scores.exact, rollout.kl_mask)
+    if rollout.old_logprobs is not None:
+        moved = masked_log_ratio(rollout.old_logprobs, scores.logprobs, rollout.mask)
+        metrics["policy/kl_old"] = masked_mean(ESTIMATORS["k3"].value(moved), rollout.mask)
     if rollout.teacher_scores is not None:
         metrics |= _teacher_metrics(context, rollout, rollout.teacher_scores, scores, batch)
     return {name: float(value) for name, value in metrics.items()}
@@ -129,43 +130,21 @@ def loss_metrics(context: Context, rollout: Rollout, scores: Scores, objective: 
 def _teacher_metrics(
     context: Context, rollout: Rollout, teacher: TeacherScores, scores: Scores, batch: Batch
 ) -> dict[str, Tensor]:
-    """KL, head, mean probability of the end token, correlation within groups of the reward and the teacher's log-ratio.
-
-    Names have the suffix `.KEY` for each of several teachers.
-    """
+    """Head, end token, agreement with the reward; the KL to each of several teachers."""
+    metrics = {f"teacher/{name}": masked_mean(value, batch.mask) for name, value in scores.head.items()}
     last = (rollout.completions.mask.sum(-1).clamp(min=1) - 1)[:, None]
     ended = rollout.completions.ended & rollout.mask.gather(1, last)[:, 0]
-    end = teacher.logprobs.gather(1, last)[:, 0].exp()
+    if bool(ended.any()):
+        metrics["teacher/end"] = masked_mean(teacher.logprobs.gather(1, last)[:, 0].exp(), ended)
     likelier = masked_mean(masked_log_ratio(teacher.logprobs, batch.policy_logprobs, batch.mask), batch.mask, -1)
-    of_tokens = {**scores.head, "unscored": (~carries_kl(batch, "teacher")).double()}
-    metrics = dict[str, Tensor]()
-    for key, rows in rows_of_each(context, rollout).items():
-        if bool((mask := batch.mask & rows[:, None]).any()):
-            of_rows = measure(batch.with_anchor("teacher", mask=mask), context.objective.terms[1].term)
-            metrics[f"teacher/kl{key}"] = kl_metrics(of_rows)["teacher/kl"]
-            metrics |= {f"teacher/{name}{key}": masked_mean(value, mask) for name, value in of_tokens.items()}
-        if bool((ended & rows).any()):
-            metrics[f"teacher/end{key}"] = masked_mean(end, ended & rows)
-        size = context.config.rollout.num_generations
-        correlation = reward_length_correlation(rollout.rewards[rows], likelier[rows], size)
-        metrics |= {} if correlation is None else {f"teacher/reward_correlation{key}": correlation}
+    size = context.config.rollout.num_generations
+    if (correlation := reward_length_correlation(rollout.rewards, likelier, size)) is not None:
+        metrics["teacher/reward_correlation"] = correlation
+    for key, rows in teacher.rows.items() if len(teacher.rows) > 1 else ():
+        mask = batch.mask & rows[:, None]
+        of_rows = measure(batch.with_anchor("teacher", mask=mask), context.objective.terms[1].term)
+        metrics |= {f"teacher/kl.{key}": kl_metrics(of_rows)["teacher/kl"]} if bool(mask.any()) else {}
     return metrics
-
-
-def rows_of_each(context: Context, rollout: Rollout) -> dict[str, Tensor]:
-    """Suffix of a metric's name -> its completions, [B] bool: all of them, and those of each of several teachers."""
-    teachers, rows = context.teachers, {"": torch.ones_like(rollout.completions.ended)}
-    if teachers is not None and len(teachers.models) > 1:
-        rows |= {f".{key}": teachers.rows(key, rollout.examples).to(rows[""].device) for key in teachers.models}
-    return rows
-
-
-def kl_from_old(rollout: Rollout, policy: Tensor) -> float:
-    """How far the policy has moved since the rollout: KL(old||policy) as k3, over the whole step."""
-    if rollout.old_logprobs is None:
-        return 0.0
-    delta = masked_log_ratio(rollout.old_logprobs, policy, rollout.mask)
-    return float(masked_sum(ESTIMATORS["k3"].value(delta), rollout.mask)) / float(rollout.totals.tokens)
 
 
 def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
@@ -174,13 +153,10 @@ def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
     grad_norm = float(clip_grad_norm_(parameters, bound if bound > 0 else float("inf")))
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
-        raise NonFiniteError(
-            "the loss or its gradient is not finite",
-            got=f"loss {loss}, gradient norm {grad_norm}",
-            why="an optimizer step with it would destroy the weights",
-            fix="look at kl/log_ratio_max and policy/ratio_clipped of the last steps; lower the learning rate, or set "
-            "kl_max_log_ratio",
-        )
+        got, why = f"loss {loss}, gradient norm {grad_norm}", "an optimizer step with it would destroy the weights"
+        fix = "look at kl/log_ratio_max and policy/ratio_clipped of the last steps; lower the learning rate, or set "
+        fix += "kl_max_log_ratio"
+        raise NonFiniteError("the loss or its gradient is not finite", got=got, why=why, fix=fix)
     optimizer.step()
     return grad_norm
 
@@ -191,13 +167,10 @@ def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
     return replace(rollout, old_logprobs=old, before=None)
 
 
-OF_KL_TOKENS = (
-    *("kl/k1", "kl/k3", "kl/k3_sequence", "kl/exact"),
-    *("kl/log_ratio_max", "kl/log_ratio_clamped", "kl/k3_saturated"),
-)
-"""Metrics over the tokens that carry the KL to the reference, if any do."""
+OF_KL_TOKENS = ("k1", "k3", "k3_sequence", "exact", "log_ratio_max", "log_ratio_clamped", "k3_saturated")
+"""Metrics `kl/NAME` over the tokens that carry the KL to the reference, if any do."""
 OF_THE_LAST = (  # how far the updates of a step went from who sampled: before the first of them the ratio is 1
-    *("policy/ratio_clipped", "kl/weights_truncated"),
+    *("policy/ratio_clipped", "policy/kl_old", "kl/weights_truncated"),
     *("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut"),
 )
 
@@ -206,38 +179,35 @@ def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]
     """The metrics of a step: of its tokens before the first update, and of its updates."""
     first, last, size = outputs[0], outputs[-1], context.config.rollout.num_generations
     compared = context.config.task.reward != NO_REWARD
-    metrics = step_metrics(step_record(context, rollout, first), group_size=size if compared else 1)
-    has_kl = "kl/k3" in metrics
-    metrics = {name: x for name, x in first.losses.items() if has_kl or name not in OF_KL_TOKENS} | metrics
+    metrics = step_metrics(step_record(rollout, first.scores), group_size=size if compared else 1)
+    left_out = () if "kl/k3" in metrics else OF_KL_TOKENS
+    metrics = {name: x for name, x in first.losses.items() if name.removeprefix("kl/") not in left_out} | metrics
     norms = [output.grad_norm for output in outputs if output.grad_norm is not None]
     metrics["train/grad_norm"] = sum(norms) / max(1, len(norms))
     metrics["policy/updates"] = float(len(norms))
-    if len(outputs) > 1:
-        metrics["policy/kl_old"] = last.kl_old
     check_metrics(metrics)
-    return metrics | {name: last.losses[name] for name in OF_THE_LAST if name in last.losses}
+    metrics |= {name: last.losses[name] for name in OF_THE_LAST if name in last.losses}
+    return metrics if len(outputs) > 1 else {name: x for name, x in metrics.items() if name != "policy/kl_old"}
 
 
-def step_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
-    """The tokens of a step, before its first update, as `step_metrics` takes them."""
-    completions, scores = rollout.completions, output.scores
-    length = context.config.rollout.max_completion_length
-    tokens = {
-        "mask": rollout.mask,
-        "kl_mask": rollout.kl_mask,
-        "policy": scores.logprobs,
-        "sampler": completions.sampler_logprobs,
-        "ref": rollout.ref_logprobs,
-        "original": rollout.original_logprobs,
-        **{name: getattr(scores, name) for name in ("entropy", "exact", "exact_forward")},
-    }
+def step_record(rollout: Rollout, scores: Scores) -> StepRecord:
+    """The tokens of a step as `step_metrics` takes them, scored by the policy before its first update."""
+    completions = rollout.completions
     return StepRecord(
-        **{name: None if x is None else pad_tokens(x, length) for name, x in tokens.items()},  # pyright: ignore
+        mask=rollout.mask,
+        kl_mask=rollout.kl_mask,
+        policy=scores.logprobs,
+        sampler=completions.sampler_logprobs,
+        ref=rollout.ref_logprobs,
+        original=rollout.original_logprobs,
+        entropy=scores.entropy,
+        exact=scores.exact,
+        exact_forward=scores.exact_forward,
+        exact_rows=None if rollout.ref_predictions is None else rollout.ref_predictions.rows,
         rewards=rollout.rewards,
         ended=completions.ended,
         lengths=completions.mask.sum(-1),
         repeated=repeated_pairs(completions.ids, completions.mask),
-        exact_rows=None if rollout.ref_predictions is None else rollout.ref_predictions.rows,
     )
 
 
