@@ -73,7 +73,7 @@ class Rule(NamedTuple):
     why: str
     fix: str = ""  # empty: leave the field out
     applies: Callable[[TrainConfig], bool] | None = None
-    """Whether it is refused; None: every value of the field but its default is."""
+    """Whether it is refused; None: every value of these fields but the default is."""
 
 
 LOCAL = (
@@ -157,10 +157,7 @@ VERL = (
         "verl's schedules are constant and cosine",
         applies=lambda c: c.optim.lr_scheduler_type == "linear",
     ),
-    *(
-        Rule(name, "verl has a correction of its own", "leave it out; verl_args takes algorithm.rollout_correction")
-        for name in TRUST
-    ),
+    Rule(" ".join(TRUST), "verl corrects by itself", "leave it out; verl_args takes algorithm.rollout_correction"),
     Rule(
         "temperature",
         "the engine of verl's teacher scores at temperature 1, whatever the policy is sampled and scored at",
@@ -200,7 +197,7 @@ def check_backend(config: TrainConfig) -> None:
     )
     refuse(
         Refusal(
-            values[rule.fields] != defaults[rule.fields] if rule.applies is None else rule.applies(config),
+            rule.applies(config) if rule.applies else any(values[n] != defaults[n] for n in rule.fields.split()),
             what=f"backend={backend!r} cannot do this",
             got=", ".join(f"{name}={values[name]!r}" for name in rule.fields.split()),
             why=rule.why,
