@@ -41,7 +41,7 @@ def evaluate(context: Context) -> tuple[dict[str, float], list[dict[str, Any]]]:
         if skill in context.task.read:
             ratings = probabilities(examples, context.tokenizer, context.policy)
         else:
-            rows = _answered(context, examples, [example.prompt for example in examples])
+            rows = _answered(context, [(example, example.prompt) for example in examples])
             ratings = [row["score"] for row in rows]
             answers += rows[: context.config.run.log_answers]
         scores[skill] = sum(ratings) / max(1, len(examples))
@@ -49,16 +49,16 @@ def evaluate(context: Context) -> tuple[dict[str, float], list[dict[str, Any]]]:
 
 
 def _answered(
-    context: Context, examples: Sequence[Example], prompts: Sequence[str], reference: LocalReference | None = None
+    context: Context, pairs: Sequence[tuple[Example, str]], reference: LocalReference | None = None
 ) -> list[dict[str, Any]]:
-    """The greedy answers of the policy, or of a reference, and their scores."""
+    """The greedy answers of the policy, or of a reference, to (example, prompt) pairs, and their scores."""
     texts: list[str] = []
-    for i in range(0, len(prompts), BATCH):
-        completions = completed(context, prompts[i : i + BATCH], uniforms=None, reference=reference)
-        texts += completions.texts(context.tokenizer)
+    for i in range(0, len(pairs), BATCH):
+        prompts = [prompt for _, prompt in pairs[i : i + BATCH]]
+        texts += completed(context, prompts, uniforms=None, reference=reference).texts(context.tokenizer)
     return [
         {"skill": e.skill, "question": e.question, "completion": text, "score": context.task.score(e, text)}
-        for e, text in zip(examples, texts, strict=True)
+        for (e, _), text in zip(pairs, texts, strict=True)
     ]
 
 
@@ -71,10 +71,9 @@ def teacher_answers(context: Context) -> list[dict[str, Any]]:
     answers: list[dict[str, Any]] = []
     for key, model in teachers.models.items():
         prompts = [(example, teachers.prompt(example)) for example in shown if teachers.key(example) == key]
-        pairs = [(example, prompt) for example, prompt in prompts if prompt is not None]
         if isinstance(model, LocalReference):
-            rows = _answered(context, [example for example, _ in pairs], [prompt for _, prompt in pairs], model)
-            answers += [{**row, "who": "teacher"} for row in rows]
+            pairs = [(example, prompt) for example, prompt in prompts if prompt is not None]
+            answers += [{**row, "who": "teacher"} for row in _answered(context, pairs, model)]
     return answers
 
 

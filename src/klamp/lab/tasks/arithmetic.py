@@ -16,12 +16,11 @@ import json
 import math
 import os
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_IMODE
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import ModelError
@@ -287,20 +286,18 @@ def stored(folder: Path, write: Callable[[Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        place = TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True)
     except OSError as error:
         what, fix = "the cache folder for models cannot be written", "set KLAMP_CACHE to a folder that can be written"
         raise ModelError(what, got=str(folder.parent), why=str(error), fix=fix) from error
-    try:
-        write(temporary)
-        make_readable(temporary)
+    with place as temporary:
+        write(Path(temporary))
+        make_readable(Path(temporary))
         try:
-            temporary.rename(folder)
+            Path(temporary).rename(folder)
         except OSError:  # another process was quicker: its folder holds the same model
             if not folder.is_dir():
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
