@@ -41,8 +41,6 @@ TRUST = (
 )
 """Fields of the trust region to the sampler."""
 MOVING = ("ema", "periodic")  # references that move during a run
-LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
-"""Environment variables that torchrun and `accelerate launch` set in their processes."""
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
@@ -268,7 +266,8 @@ def record(config: TrainConfig, folder: Path) -> None:
 
 def accelerate_command(config: TrainConfig, argv: Sequence[str], python: str) -> list[str]:
     """The command that starts this `klamp train` on each GPU; empty for one GPU, or where a launcher has done so."""
-    if config.run.gpus == 1 or any(name in os.environ for name in LAUNCHED):
+    # torchrun sets the first variable in its processes, `accelerate launch` the second
+    if config.run.gpus == 1 or {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
         return []
     folder = [] if config.run.output_dir else ["--output_dir", str(run_folder(config))]
     processes = ["--multi_gpu", "--num_processes", str(config.run.gpus), "--num_machines", "1"]

@@ -202,8 +202,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        length = self.rollout.max_completion_length
-        build_objective(self.kl, self.loss, max_length=length, teacher=self.teacher)
+        build_objective(self.kl, self.loss, max_length=self.rollout.max_completion_length, teacher=self.teacher)
         refuse(_refusals(self))
         for text in self._cautions():
             warnings.warn(text, KLWarning, stacklevel=3)

@@ -76,8 +76,7 @@ def pairs(skill: str, rng: random.Random, *, held_out: bool) -> Iterator[tuple[s
 def examples(skill: str, count: int, *, seed: int, held_out: bool) -> tuple[Example, ...]:
     """Draw `count` different examples of one skill, or all that turn up if the skill has fewer."""
     source = pairs(skill, random.Random(f"{seed}/{skill}/{held_out}"), held_out=held_out)
-    answers: dict[str, str] = {}
-    repeats = 0
+    answers, repeats = dict[str, str](), 0
     while len(answers) < count and repeats < REPEATS:
         prompt, answer = next(source)
         repeats = repeats + 1 if prompt in answers else 0
@@ -124,7 +123,6 @@ Progress = Callable[[str, int, int, float | None], None]
 """Called while a model is made, as `progress(what, done, total, loss)`; the loss is None where there is none."""
 IGNORED = -100  # the label of a token that the loss leaves out
 HEAVY_COLUMN = 14  # from this sum of two digits on, a carry is forgotten more often than remembered
-TEACHING = "teaching the built-in base model"  # what this work is called while it goes on
 MIXTURE = {"addition": 0.46, "subtraction": 0.41, "reversal": 0.13}  # the share of each skill in the training rows
 RECIPE: Mapping[str, Any] = {
     **MIXTURE,
@@ -213,7 +211,6 @@ def cached_base_model(*, progress: Progress | None = None) -> Path:
         with without_bars():
             model.save_pretrained(empty)
         arithmetic_tokenizer().save_pretrained(empty)
-        (empty / "base_model.json").write_text(json.dumps(RECIPE, indent=2) + "\n")
 
     return stored(base_model_folder(), write)
 
@@ -239,7 +236,7 @@ def train_base_model(*, progress: Progress | None = None) -> LlamaForCausalLM:
             optimizer.step()
             schedule.step()
             if progress is not None:
-                progress(TEACHING, step, steps, float(loss.detach()))
+                progress("teaching the built-in base model", step, steps, float(loss.detach()))
     return model.eval()
 
 
