@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 from klamp.cli.ablate import parse_ablate
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
 from klamp.lab import checkpoint
-from klamp.lab.ablate.execute import PLAN, Executor, check_folder, execute, load_shared
+from klamp.lab.ablate.execute import PLAN, LocalExecutor, check_folder, execute, load_shared
 from klamp.lab.ablate.one_run import perform
 from klamp.lab.ablate.plan import Arm, Plan, Run, grid, plan_text, run_folder, runs
 from klamp.lab.ablate.results import read_outcome
@@ -66,7 +66,7 @@ def test_runs_that_die_fail_or_are_stopped_are_done_by_the_next_call(plan_with, 
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(TrainingStopped):
-        execute(plan, tmp_path / "out", Executor(at_once=2))
+        execute(plan, tmp_path / "out", LocalExecutor(at_once=2))
     done, killed, broken, stopped = (read_outcome(own) for own in folders)
     assert done is not None and done.state == "done" and stopped is None
     assert killed is not None and "SIGKILL" in killed.error and str(folders[1] / "log.txt") in killed.error

@@ -65,7 +65,7 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save_tiny_model(tmp_path / "tiny")
 
     def put(executor: Fake, *, draw: bool = False) -> Fake:
-        monkeypatch.setattr(ablate, "executor_for", lambda count, **options: executor)
+        monkeypatch.setattr(ablate, "_executor", lambda options, every: executor)
         if not draw:  # pictures take their time
             monkeypatch.setattr(results, "draw_frontier", lambda outcomes: None)
         return executor
@@ -235,6 +235,8 @@ def test_one_number_of_seeds_is_how_many_several_are_those_and_one_arm_is_enough
         ("--beta 0 x", "--beta: 'x'"),
         ("--beta 0 1 --seeds 0", "seeds 0, 1 and 2"),
         ("--beta 0 1 --workers 0", "1 or more"),
+        ("--gpus_per_run 1", "--gpus_per_run has no meaning without --ray"),
+        ("--ray local --workers 2", "--workers has no meaning with --ray"),
         ("--runs a b --beta 0 0.1", "--beta has no meaning with --runs"),
         ("--runs a b --dry_run", "--dry_run has no meaning with --runs"),
         ("--plan nowhere.yaml", "cannot be read"),

@@ -149,6 +149,8 @@ REFUSED = {
     "sampler": ("train", "--backend", "trl", "--sampler_url", WHOLE.partition("?")[0]),
     "ablation": ("ablate", *REMOTE, WHOLE, "--beta", "0.1", "0.2"),
     "arms": ("ablate", *REMOTE, WHOLE, WHOLE.replace("deep", "deeper")),
+    "cluster_of_an_ablation": ("ablate", "--ray", "ray://me:secret@head:10001", "--beta", "0.1", "0.2"),
+    "the_same_without_a_scheme": ("ablate", "--ray", "me:secret@head:6379", "--beta", "0.1", "0.2"),
     "base_of_an_ablation": ("ablate", "--model", "https://me:secret@hub/model", "--beta", "0.1", "0.2"),
     "arms_of_an_ablation": ("ablate", "--backend", "trl", "--sampler_url", "u://me:secret@a", "u://me:secret@b"),
 }

@@ -39,6 +39,7 @@ EXTRAS_OF = {
     "hosts/unsloth": ("unsloth",),
     "hosts/verl": ("verl",),
     "lab": ("train",),
+    "lab/ablate/execute.py": ("train", "ray"),
     "lab/engines/trl_program.py": ("train", "trl"),
     "lab/observers.py": ("train", "wandb"),
     "scoring/completions.py": ("train",),
@@ -91,7 +92,6 @@ NOT_IMPORTED = {
     "antlr4-python3-runtime": "math-verify's parser, which its own extra names differently",
     "tinker": "imported by its name when a function needs it, not by a statement",
     "unsloth": "imported by the user, before klamp",
-    "ray": "an extra for users who start a cluster for verl with `ray start`",
     "hydra-core": "verl's, which does not name it; a floor keeps pip from taking one of 2019",
 }
 

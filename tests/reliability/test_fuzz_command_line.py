@@ -35,7 +35,7 @@ typed = st.one_of(
     st.floats().map(str),
 )
 fitting = {"INT": ["0", "1", "2", "8", "50"], "FLOAT": ["0", "0.04", "0.5", "1", "2.5"], "BOOL": ["true", "no"]}
-NOWHERE = {"check_sync", "dry_run"}
+NOWHERE = {"ray", "check_sync", "dry_run"}
 """Flags that reach for another machine or for weights, or that the tests set themselves."""
 
 

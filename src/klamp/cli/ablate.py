@@ -16,7 +16,7 @@ from klamp.cli.display import Drawn
 from klamp.cli.text import FAILED, number, say, show_paragraph, show_table
 from klamp.errors import ConfigError, TrainingStopped, unknown_name, without_credentials
 from klamp.files import at_home
-from klamp.lab.ablate.execute import Executor, check_folder, compare, execute, executor_for
+from klamp.lab.ablate.execute import Executor, check_folder, compare, execute, local_executor
 from klamp.lab.ablate.plan import KL_PROMPTS, OWNED, Arm, Plan, Run, as_runs, folder_name, grid, plan_text, runs
 from klamp.lab.ablate.results import NOTES, ArmRow, Outcome, Result, is_done, text_table
 from klamp.lab.folders import free_folder
@@ -26,7 +26,7 @@ DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, executor: Executor | None = None) -> int:
-    """Run an ablation, or compare existing runs; 1 if one failed. `executor`: None is processes on this machine."""
+    """Run an ablation, or compare existing runs; 1 if one failed. `executor`: None is processes here, or --ray's."""
     plan, options = parse_ablate(argv)
     command = shlex.join(["klamp", "ablate", *map(without_credentials, argv)])
     if options.runs:
@@ -34,9 +34,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     every = runs(plan)
     output_dir = options.output_dir
     folder = at_home(output_dir) if output_dir else free_folder(Path("runs"), f"ablation-{plan.name}")
-    executor = executor or executor_for(
-        len(every), workers=options.workers, cpu=all(run.config.run.cpu for run in every)
-    )
+    executor = executor or _executor(options, every)
     check_folder(folder, plan)
     if options.dry_run:
         say("klamp ablate --dry_run: nothing is started, loaded or written\n")
@@ -70,6 +68,15 @@ def _execute(
             stopped.fix = f"continue with: {command}"
             raise
     return show_result(result, command)
+
+
+def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
+    if options.ray is None:
+        return local_executor(len(every), workers=options.workers, cpu=all(run.config.run.cpu for run in every))
+    from klamp.lab.ablate.execute import RayExecutor
+
+    cpus = 1.0 if options.cpus_per_run is None else options.cpus_per_run
+    return RayExecutor(address=options.ray, cpus_per_run=cpus, gpus_per_run=options.gpus_per_run or 0.0)
 
 
 def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
@@ -122,10 +129,13 @@ def _with_recipe(arm: Arm, preset: str | None, fixed: Mapping[str, Any]) -> Arm:
 
 def _check_options(options: AblateOptions, flags: Mapping[str, Any]) -> None:
     names = {*flags, *(name for name, value in vars(options).items() if value not in (None, False, ()))}
-    ignored = names - {"runs", "output_dir", "kl_prompts"}
-    if options.runs and ignored:
-        what, fix = f"--{min(ignored)} has no meaning with --runs", f"leave --{min(ignored)} out"
-        raise ConfigError(what, why="nothing is trained", fix=fix)
+    ignored, where, why = names & {"cpus_per_run", "gpus_per_run"}, "without --ray", "processes here share all devices"
+    if options.ray is not None:
+        ignored, where, why = names & {"workers"}, "with --ray", "the cluster starts as many runs as it has room for"
+    if options.runs:
+        ignored, where, why = names - {"runs", "output_dir", "kl_prompts"}, "with --runs", "nothing is trained"
+    if ignored:
+        raise ConfigError(f"--{min(ignored)} has no meaning {where}", why=why, fix=f"leave --{min(ignored)} out")
 
 
 def read_plan(file: str | None) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ class AblateOptions(BaseOptions):
 
       klamp ablate --beta 0 0.001 0.01 0.1 --seeds 3
       klamp ablate --kl_clip_method none hard --kl_clip_threshold 0.05 0.1 --seeds 5 7 11 --dry_run
-      klamp ablate --plan plan.yaml --output_dir out --workers 2
+      klamp ablate --plan plan.yaml --output_dir out --ray auto
       klamp ablate --runs output_beta_*     # compares existing runs
     """
 
@@ -71,7 +71,13 @@ class AblateOptions(BaseOptions):
     kl_prompts: int | None = field(default=None, metadata={"least": 1})
     """Held-out prompts that a run's KL is measured on; None: 256, or the plan's number."""
     workers: int | None = field(default=None, metadata={"least": 1})
-    """Processes at a time; None: one per GPU, without a GPU one per core."""
+    """Processes at a time; None: one per core, or one on a GPU."""
+    ray: str | None = None
+    """Run on the Ray cluster at this address; local: a cluster of this machine only, started for the ablation."""
+    cpus_per_run: float | None = field(default=None, metadata={"least": 0})
+    """With --ray: CPUs of a run, and its threads; None: 1."""
+    gpus_per_run: float | None = field(default=None, metadata={"least": 0})
+    """With --ray: GPUs of a run; a fraction shares one."""
 
 
 @dataclass(frozen=True, kw_only=True)
