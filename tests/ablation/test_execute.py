@@ -18,9 +18,9 @@ from tests.waiting import wait_until
 from klamp.cli.ablate import parse_ablate
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
 from klamp.lab import checkpoint
-from klamp.lab.ablate.execute import PLAN, LocalExecutor, check_folder, execute, load_shared, open_folder
+from klamp.lab.ablate.execute import PLAN, LocalExecutor, check_folder, execute, load_shared
 from klamp.lab.ablate.one_run import perform
-from klamp.lab.ablate.plan import Arm, Plan, Run, grid, run_folder, runs
+from klamp.lab.ablate.plan import Arm, Plan, Run, grid, plan_text, run_folder, runs
 from klamp.lab.ablate.results import read_outcome
 from klamp.lab.folders import checkpoint_folders
 
@@ -93,8 +93,9 @@ PLAN_A = Plan(name="a", base={"max_steps": 5, "report_to": ()}, arms=grid({"beta
 
 def test_a_folder_holds_its_plan_and_takes_it_again(tmp_path) -> None:
     folder = tmp_path / "out"
-    open_folder(PLAN_A, folder)
-    open_folder(replace(PLAN_A, base={"report_to": (), "max_steps": 5}), folder)
+    folder.mkdir()
+    (folder / PLAN).write_text(plan_text(PLAN_A))
+    check_folder(folder, replace(PLAN_A, base={"report_to": (), "max_steps": 5}))
     assert parse_ablate(["--plan", str(folder / PLAN)])[0].arms == PLAN_A.arms
     for change in ({"base": {"max_steps": 6}}, {"seeds": (0,)}, {"arms": grid({"beta": [0.0, 0.2]})}):
         with pytest.raises(RunFolderError, match="another ablation") as caught:

@@ -17,7 +17,7 @@ from klamp.cli.ablate import DEFAULTS, parse_ablate, summary_lines
 from klamp.config import PRESETS
 from klamp.errors import ConfigError, TrainingStopped
 from klamp.lab.ablate import results
-from klamp.lab.ablate.plan import Arm, run_folder, runs
+from klamp.lab.ablate.plan import Arm, plan_text, run_folder, runs
 from klamp.lab.ablate.results import Outcome, summarise, write_outcome
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
@@ -288,11 +288,9 @@ def test_a_plan_file_with_flags_over_it_and_a_configuration_below(tmp_path) -> N
 
 
 def test_the_plan_that_an_ablation_writes_can_be_read(tmp_path) -> None:
-    from klamp.lab.ablate.execute import open_folder
-
-    plan = plan_of("--beta 0 1e-05 --kl_exclude_tokens special --max_steps 3 --reward format_regex:a+ --seeds 2")
-    open_folder(plan, tmp_path / "out")
-    assert plan_of(f"--plan {tmp_path / 'out' / 'plan.yaml'}") == plan
+    plan = plan_of("--beta 0 1e-05 --kl_exclude_tokens special --max_steps 3 --reward exact_match --seeds 2")
+    (tmp_path / "plan.yaml").write_text(plan_text(plan))
+    assert plan_of(f"--plan {tmp_path / 'plan.yaml'}") == plan
 
 
 @pytest.mark.parametrize(

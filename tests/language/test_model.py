@@ -7,12 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from klamp.cli import main
 from klamp.lab.evaluation import probabilities
 from klamp.lab.tasks import TaskConfig, load_task
-from klamp.scoring.scorer import score
 
 RUN = "train --config examples/language/describe.yaml --report_to none --eval_size 1 --num_generations 4"
 RUN += " --prompts_per_step 2 --max_completion_length 12 --eval_every 0 --log_completions_every 1 --warmup_steps 0"
@@ -36,9 +33,7 @@ def test_it_answers(model: Any, tokenizer: Any) -> None:
 def test_its_own_answers_are_likely_and_others_are_not(model: Any, tokenizer: Any) -> None:
     task = load_task(TaskConfig(task="examples/language/tasks.py:describe", eval_size=8), tokenizer)
     own = task.evaluation["own-answers"]
-    found = probabilities(
-        own, tokenizer, torch.device("cpu"), lambda given: score(model, given, temperature=1.0).logprobs
-    )
+    found = probabilities(own, tokenizer, model)
     assert all(0.3 < value <= 1 for value in found), "greedy answers: every token is the likeliest one"
     assert math.isclose(sum(found) / len(found), 0.55, abs_tol=0.15)
 

@@ -64,7 +64,7 @@ def test_the_split_is_stable_disjoint_and_moves_with_the_seed(tmp_path: Path) ->
 def test_columns_can_have_any_name(tmp_path: Path) -> None:
     rows = [{"q": f"{i}", "gold": None if i else "x", "kind": "b" if i % 3 else "a", "n": i + 1.0} for i in range(30)]
     options = {"prompt_column": "q", "answer_column": "gold", "skill_column": "kind", "reference_length_column": "n"}
-    task = load(write(tmp_path, rows), reward="format_regex:a", **options)
+    task = load(write(tmp_path, rows), reward="tests.ablation.rewards:digits", **options)
     example = next(e for e in task.train if e.prompt == "7" or e.prompt == "8")
     number = int(example.prompt)
     assert example.skill == ("b" if number % 3 else "a")

@@ -47,19 +47,7 @@ def test_math_verify_compares_the_mathematics(answer: str, completion: str, expe
     assert named_reward("math_verify")(Example(prompt="?", answer=answer), completion) == expected
 
 
-@pytest.mark.parametrize(
-    ("pattern", "completion", "expected"),
-    [
-        (r"<think>.*</think>", "oh <think>a\nb</think> 4", 1),
-        (r"\A\d+\Z", "12 a", 0),
-        (r"a:b", "xa:bx", 1),
-    ],
-)
-def test_format_regex_searches_and_anchors_ask_for_the_whole(pattern: str, completion: str, expected: int) -> None:
-    assert named_reward(f"format_regex:{pattern}")(EXAMPLE, completion) == expected
-
-
-@pytest.mark.parametrize("name", ["format_regex:(", "no_such_module_at_all:f", "~/nowhere.py:f"])
+@pytest.mark.parametrize("name", ["format_regex", "no_such_module_at_all:f", "~/nowhere.py:f"])
 def test_what_cannot_be_built_is_a_configuration_error(name: str) -> None:
     with pytest.raises(ConfigError):
         named_reward(name)
@@ -140,7 +128,7 @@ def task_of(example: Example) -> Task:
 def test_a_reward_that_compares_needs_an_answer_in_every_row() -> None:
     with pytest.raises(DataError, match="(?s)math_verify needs an answer.*no answer here"):
         with_reward(task_of(Example(prompt="no answer here")), "math_verify")
-    with_reward(task_of(Example(prompt="no answer here")), "format_regex:a")
+    with_reward(task_of(Example(prompt="no answer here")), "tests.ablation.rewards:digits")
 
 
 QUESTION = Example(prompt="what is 1+1?", answer="2")

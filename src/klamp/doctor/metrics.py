@@ -146,7 +146,7 @@ OURS = "policy/logp_mean"
 """A metric that only klamp logs, by which its runs are known."""
 RULES = ("accuracy", "exact", "match", "math", "format", "verif", "correct", "rule", "regex", "gsm8k", "unit_test")
 """Parts of a reward function's name that say that it is a rule."""
-OWN_RULES = ("exact_match", "math_verify", "format_regex")
+OWN_RULES = ("exact_match", "math_verify")
 """klamp's reward functions that are rules."""
 
 
@@ -287,7 +287,7 @@ def settings_of_run(values: Mapping[str, Any], *, rl_skill: str | None = None) -
     integers = {name: int(x) for name, x in numbers.items()}
     loss, reward = values.get("loss_type"), str(values.get("reward") or "")
     leave_one_out = values.get("advantage_baseline") == "leave_one_out"
-    rules = reward.partition(":")[0] in OWN_RULES or (values.get("task") == "arithmetic" and not reward)
+    rules = reward in OWN_RULES or (values.get("task") == "arithmetic" and not reward)
     has_model = any(values.get(name) for name in ("teacher_model", "teacher_url", "teacher_models"))
     teacher = has_model or values.get("teacher_kind") in ("ema", "periodic", "live")
     return RunSettings(

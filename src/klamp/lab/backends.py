@@ -39,8 +39,6 @@ TRUST = (
 )
 """Fields of the trust region to the sampler."""
 MOVING = ("ema", "periodic")  # references that move during a run
-LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
-"""Environment variables that torchrun and `accelerate launch` set in their processes."""
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
@@ -71,7 +69,7 @@ class Rule(NamedTuple):
     why: str
     fix: str = ""  # empty: leave the field out
     applies: Callable[[TrainConfig], bool] | None = None
-    """Whether it is refused; None: every value of the field but its default is."""
+    """Whether it is refused; None: every value of these fields but the default is."""
 
 
 LOCAL = (
@@ -155,10 +153,7 @@ VERL = (
         "verl's schedules are constant and cosine",
         applies=lambda c: c.optim.lr_scheduler_type == "linear",
     ),
-    *(
-        Rule(name, "verl has a correction of its own", "leave it out; verl_args takes algorithm.rollout_correction")
-        for name in TRUST
-    ),
+    Rule(" ".join(TRUST), "verl corrects by itself", "leave it out; verl_args takes algorithm.rollout_correction"),
     Rule(
         "temperature",
         "the engine of verl's teacher scores at temperature 1, whatever the policy is sampled and scored at",
@@ -198,7 +193,7 @@ def check_backend(config: TrainConfig) -> None:
     )
     refuse(
         Refusal(
-            values[rule.fields] != defaults[rule.fields] if rule.applies is None else rule.applies(config),
+            rule.applies(config) if rule.applies else any(values[n] != defaults[n] for n in rule.fields.split()),
             what=f"backend={backend!r} cannot do this",
             got=", ".join(f"{name}={values[name]!r}" for name in rule.fields.split()),
             why=rule.why,
@@ -269,7 +264,8 @@ def record(config: TrainConfig, folder: Path) -> None:
 
 def accelerate_command(config: TrainConfig, argv: Sequence[str], python: str) -> list[str]:
     """The command that starts this `klamp train` on each GPU; empty for one GPU, or where a launcher has done so."""
-    if config.run.gpus == 1 or any(name in os.environ for name in LAUNCHED):
+    # torchrun sets the first variable in its processes, `accelerate launch` the second
+    if config.run.gpus == 1 or {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
         return []
     folder = [] if config.run.output_dir else ["--output_dir", str(run_folder(config))]
     processes = ["--multi_gpu", "--num_processes", str(config.run.gpus), "--num_machines", "1"]

@@ -202,8 +202,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        length = self.rollout.max_completion_length
-        build_objective(self.kl, self.loss, max_length=length, teacher=self.teacher)
+        build_objective(self.kl, self.loss, max_length=self.rollout.max_completion_length, teacher=self.teacher)
         refuse(_refusals(self))
         for text in self._cautions():
             warnings.warn(text, KLWarning, stacklevel=3)
@@ -317,27 +316,6 @@ def _refusals(c: TrainConfig) -> Iterator[Refusal]:
             fix=f"use num_generations of 2 or more, or reward={NO_REWARD!r} with a teacher",
         ),
         Refusal(
-            silent and kl.needs_reference and kl.kl_placement == "reward",
-            "kl_placement='reward' needs a reward",
-            got=f"reward={NO_REWARD!r}",
-            why="the KL of the reference would be the whole reward, and be compared within groups",
-            fix="set kl_placement='loss'",
-        ),
-        Refusal(
-            silent and teacher.there and teacher.teacher_placement == "reward",
-            "teacher_placement='reward' needs a reward",
-            got=f"reward={NO_REWARD!r}",
-            why="the teacher's KL would be compared within groups, which takes most of it away",
-            fix="set teacher_placement='advantage' (or 'loss')",
-        ),
-        Refusal(
-            silent and kl.controller_name != "fixed",
-            "a target of the KL to the reference needs a reward",
-            got=f"reward={NO_REWARD!r}, kl_controller={kl.controller_name!r}",
-            why="the rule prices a nat of the KL in reward",
-            fix="use a fixed beta beside the teacher",
-        ),
-        Refusal(
             teacher.kind == "adapter_off" and not c.model.lora_r,
             "teacher_kind='adapter_off' needs an adapter",
             got="lora_r=0",
@@ -351,6 +329,15 @@ def _refusals(c: TrainConfig) -> Iterator[Refusal]:
             fix="name the column of the prompt that the teacher sees",
         ),
     ]
+    kl_in_reward = kl.needs_reference and kl.kl_placement == "reward"
+    teacher_in_reward = teacher.there and teacher.teacher_placement == "reward"
+    alone = "the KL would be the whole reward, and comparing it within groups takes most of it away"
+    for applies, what, why, fix in (
+        (kl_in_reward, "kl_placement='reward'", alone, "set kl_placement='loss'"),
+        (teacher_in_reward, "teacher_placement='reward'", alone, "set teacher_placement='advantage' (or 'loss')"),
+        (kl.controller_name != "fixed", "a KL target", "the rule prices a nat in reward", "use a fixed beta"),
+    ):
+        yield Refusal(silent and applies, f"{what} needs a reward", got=f"reward={NO_REWARD!r}", why=why, fix=fix)
 
 
 def reference_kind(config: TrainConfig) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError
@@ -29,16 +29,12 @@ READ_AT_ONCE = 16  # answers whose logits are held at a time
 
 def evaluate(context: Context) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Skill -> mean score of greedy answers (of `Task.read`: probabilities); the first answers of each skill."""
-
-    def logprobs(completions: Completions) -> Tensor:
-        return score(context.policy, completions, temperature=1.0).logprobs
-
     scores, answers = dict[str, float](), list[dict[str, Any]]()
     for skill, examples in context.task.evaluation.items():
         if skill in context.task.read:
-            ratings = probabilities(examples, context.tokenizer, context.device, logprobs)
+            ratings = probabilities(examples, context.tokenizer, context.policy)
         else:
-            rows = _answered(context, examples, [example.prompt for example in examples])
+            rows = _answered(context, [(example, example.prompt) for example in examples])
             ratings = [row["score"] for row in rows]
             answers += rows[: context.config.run.log_answers]
         scores[skill] = sum(ratings) / max(1, len(examples))
@@ -46,16 +42,16 @@ def evaluate(context: Context) -> tuple[dict[str, float], list[dict[str, Any]]]:
 
 
 def _answered(
-    context: Context, examples: Sequence[Example], prompts: Sequence[str], reference: LocalReference | None = None
+    context: Context, pairs: Sequence[tuple[Example, str]], reference: LocalReference | None = None
 ) -> list[dict[str, Any]]:
-    """The greedy answers of the policy, or of a reference, and their scores."""
+    """The greedy answers of the policy, or of a reference, to (example, prompt) pairs, and their scores."""
     texts: list[str] = []
-    for i in range(0, len(prompts), BATCH):
-        completions = completed(context, prompts[i : i + BATCH], uniforms=None, reference=reference)
-        texts += completions.texts(context.tokenizer)
+    for i in range(0, len(pairs), BATCH):
+        prompts = [prompt for _, prompt in pairs[i : i + BATCH]]
+        texts += completed(context, prompts, uniforms=None, reference=reference).texts(context.tokenizer)
     return [
         {"skill": e.skill, "question": e.question, "completion": text, "score": context.task.score(e, text)}
-        for e, text in zip(examples, texts, strict=True)
+        for (e, _), text in zip(pairs, texts, strict=True)
     ]
 
 
@@ -68,30 +64,22 @@ def teacher_answers(context: Context) -> list[dict[str, Any]]:
     answers: list[dict[str, Any]] = []
     for key, model in teachers.models.items():
         prompts = [(example, teachers.prompt(example)) for example in shown if teachers.key(example) == key]
-        pairs = [(example, prompt) for example, prompt in prompts if prompt is not None]
         if isinstance(model, LocalReference):
-            rows = _answered(context, [example for example, _ in pairs], [prompt for _, prompt in pairs], model)
-            answers += [{**row, "who": "teacher"} for row in rows]
+            pairs = [(example, prompt) for example, prompt in prompts if prompt is not None]
+            answers += [{**row, "who": "teacher"} for row in _answered(context, pairs, model)]
     return answers
 
 
-def probabilities(
-    examples: Sequence[Example],
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-    logprobs_of: Callable[[Completions], Tensor],
-) -> list[float]:
+def probabilities(examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> list[float]:
     """The probability that a model gives each token of an example's answer, at temperature 1.
 
     Equation: exp(mean over t of log p(answer_t | prompt, answer_<t)), one over the answer's perplexity; in (0, 1].
-
-    `logprobs_of` gives [B, T] log-probabilities of the completions' tokens under the model, in nats.
     """
-    ratings: list[float] = []
+    device, ratings = next(model.parameters()).device, list[float]()
     for i in range(0, len(examples), READ_AT_ONCE):
         answers = answers_as_completions(examples[i : i + READ_AT_ONCE], tokenizer, device)
         with torch.no_grad():
-            logprobs = logprobs_of(answers).double()
+            logprobs = score(model, answers, temperature=1.0).logprobs.double()
         means = torch.where(answers.mask, logprobs, 0.0).sum(-1) / answers.mask.sum(-1)
         ratings += means.exp().tolist()
     return ratings
@@ -119,19 +107,18 @@ SAME = 0.05  # nats by which the log-probabilities of one model may differ: othe
 
 def fingerprints(context: Context) -> dict[str, Any]:
     """Name -> SHA-256 of a text, or log-probabilities in nats of a few tokens under a reference or teacher."""
-    template = getattr(context.tokenizer, "chat_template", None)
     rows = {"": context.task.train, **context.task.evaluation}  # the prompts as the policy sees them
     texts = {skill: [(example.prompt, example.answer) for example in examples] for skill, examples in rows.items()}
-    prints: dict[str, Any] = {"chat template": _sha256(template), "task": _sha256(texts)}
+    digest = hashlib.sha256(json.dumps(texts, default=str).encode()).hexdigest()
     anchors = {name: anchor for name, anchor in context.anchors.items() if name not in context.moving}
     anchors |= {} if context.original is None else {"reference": context.original}
     if context.config.teacher.kind == "live":  # the policy, which moves too
         del anchors["teacher"]
-    return prints | {name: _scores(context, anchor) for name, anchor in anchors.items()}
+    return {"task": digest} | {name: _scores(context, anchor) for name, anchor in anchors.items()}
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: Path) -> None:
-    """Refuse to resume with another task, template, reference or teacher; compares what both have."""
+    """Refuse to resume with another task (template included), reference or teacher; compares what both have."""
     for name in saved.keys() & now.keys():
         if difference := _difference(saved[name], now[name]):
             why = "the run would go on towards another policy, and its curve would not show it"
@@ -146,10 +133,6 @@ def _difference(saved: Any, now: Any) -> str:
     gap = max((abs(x - y) for x, y in zip(saved, now, strict=False)), default=0.0)
     same = len(saved) == len(now) and gap <= SAME
     return "" if same else f"log-probabilities of the same tokens differ by up to {gap:.3g} nats"
-
-
-def _sha256(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
 
 
 def _scores(context: Context, model: Reference) -> list[float]:

@@ -81,19 +81,15 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model (see `load_model`), ready for left padding."""
     builtin = spec == BUILTIN  # its model may have to be trained first; its tokenizer need not
     tokenizer = arithmetic_tokenizer() if builtin else _pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer")
-    return ready_tokenizer(tokenizer, spec)
-
-
-def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         why = "the folder has no tokenizer files, and without its words every text has no tokens"
         fix = "put tokenizer.json and tokenizer_config.json there (AutoTokenizer.from_pretrained(ITS_MODEL)"
         fix += ".save_pretrained(FOLDER)), or pass --tokenizer FOLDER"
-        raise ModelError("the tokenizer is missing", got=name, why=why, fix=fix)
+        raise ModelError("the tokenizer is missing", got=spec, why=why, fix=fix)
     if tokenizer.eos_token_id is None:
         why = "without it no completion ends before the length limit"
         fix = "set eos_token in the tokenizer's configuration, or pass another --tokenizer"
-        raise ModelError("the tokenizer has no end token", got=name, why=why, fix=fix)
+        raise ModelError("the tokenizer has no end token", got=spec, why=why, fix=fix)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"

@@ -243,13 +243,6 @@ def check_folder(folder: Path, plan: Plan | None = None) -> None:
         raise RunFolderError(what, got=str(folder), why=why, fix="choose another --output_dir, or leave it out")
 
 
-def open_folder(plan: Plan, folder: Path) -> None:
-    """Make the folder of an ablation, and write its plan there."""
-    check_folder(folder, plan)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / PLAN, plan_text(plan))
-
-
 def load_shared(every: Sequence[Run], progress: Progress | None = None) -> None:
     """Make klamp's own models that are not cached, and open every task and reward once; an error names the arm."""
     from klamp.lab.models import make_ready
@@ -273,7 +266,8 @@ def execute(
     load_shared(every, progress)
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder, by="klamp ablate"):
-        open_folder(plan, folder)
+        check_folder(folder, plan)
+        write_whole(folder / PLAN, plan_text(plan))
         waiting = [run for run in every if not results.is_done(folder, run)]
         for run in every:
             if run not in waiting:

@@ -23,7 +23,6 @@ KL_PROMPTS = 256  # the default of `Plan.kl_prompts`
 OWNED = ("seed", "output_dir", "resume")  # fields that the ablation sets itself
 NO_VARIANT = (*OWNED, *WATCHING, "exact_kl_completions", "cpu")
 """Fields that may differ between runs of one variant."""
-SAME_TASK = ("train_size",)  # fields of a task that change neither the held-out prompts nor their scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +134,7 @@ def as_runs(configs: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL
     """The runs of some folders, of one task and each of its own; the fields in which they differ name their arms."""
     first, rows = configs[0], [config.flat() for _, config in configs]
     names = [name for name in rows[0] if name not in NO_VARIANT and len({repr(values[name]) for values in rows}) > 1]
-    for name in (name for name in names if hasattr(first[1].task, name) and name not in SAME_TASK):
+    for name in (name for name in names if hasattr(first[1].task, name) and name != "train_size"):  # of no held-out row
         values = {path: config.flat()[name] for path, config in configs}
         other, value = next((path, x) for path, x in values.items() if repr(x) != repr(rows[0][name]))
         got = f"{name} is {shown(rows[0][name])!r} in {first[0]} and {shown(value)!r} in {other}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from klamp.core.arguments import check_fields
 from klamp.errors import DataError
 from klamp.files import json_of
 from klamp.lab.ablate.plan import Run, run_folder
@@ -72,8 +73,7 @@ def read_outcome(folder: Path) -> Outcome | None:
         outcome = Outcome(**json_of(file.read_text(encoding="utf-8")))
         for scores in (outcome.before, outcome.after, outcome.numbers):
             sum(scores.values(), 0.0)  # a TypeError if one is no number
-        if not (isinstance(outcome.arm, str) and isinstance(outcome.seed, int)):
-            raise TypeError(f"arm {outcome.arm!r}, seed {outcome.seed!r}")
+        check_fields(outcome)
         return outcome
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
@@ -201,20 +201,18 @@ def draw_frontier(outcomes: Sequence[Outcome]) -> Figure | None:
         return None
     from matplotlib.figure import Figure
 
-    def kl(outcome: Outcome) -> float:
-        return outcome.numbers["kl/reverse_sequence"]
-
+    kl = {outcome.run: outcome.numbers["kl/reverse_sequence"] for outcome in done}
     figure = Figure(figsize=(3.2 * len(skills), 3.4), layout="constrained")
     for axes, skill in zip(figure.subplots(1, len(skills), squeeze=False)[0], skills, strict=True):
         for i, arm in enumerate(dict.fromkeys(outcome.arm for outcome in done)):
-            if points := [(kl(o), o.after[skill]) for o in done if o.arm == arm and skill in o.after]:
+            if points := [(kl[o.run], o.after[skill]) for o in done if o.arm == arm and skill in o.after]:
                 x, y = zip(*points, strict=True)
                 look = {"color": f"C{i % 10}", "marker": "os^DvPX<>*hp"[i % 12], "linewidths": 0}
                 axes.scatter(x, y, s=16, alpha=0.5, **look)
                 axes.scatter(fmean(x), fmean(y), s=70, label=f"\u200b{arm}", **look)  # a leading _ would hide it
         if before := [o.before[skill] for o in done if skill in o.before]:
             axes.axhline(fmean(before), color="#777777", linestyle=":", linewidth=1.2)
-        if 0 < 30 * min(map(kl, done)) < max(map(kl, done)):
+        if 0 < 30 * min(kl.values()) < max(kl.values()):
             axes.set_xscale("log")
         axes.set_xlabel("KL(policy‖start) (nats/sequence)", fontsize=9)
         trained = "trained" if any(o.rl_skill == skill for o in done) else "not trained"

@@ -34,7 +34,6 @@ def trl_arguments(config: TrainConfig, folder: Path, *, processes: int | None = 
     optim, run, fields = config.optim, config.run, config.flat()
     processes = processes or started_processes()
     part, group = part_size(config, processes), config.rollout.num_generations
-    constant = optim.lr_scheduler_type == "constant"
     return {
         "output_dir": str(folder),
         **{name: fields[name] for name in SAME},
@@ -43,7 +42,7 @@ def trl_arguments(config: TrainConfig, folder: Path, *, processes: int | None = 
         "per_device_train_batch_size": part,
         "per_device_eval_batch_size": group * max(1, part // group),
         "steps_per_generation": optim.gradient_accumulation_steps,
-        "lr_scheduler_type": "constant_with_warmup" if constant else optim.lr_scheduler_type,
+        "lr_scheduler_type": optim.lr_scheduler_type.replace("constant", "constant_with_warmup"),
         "warmup_steps": min(optim.warmup_steps, run.max_steps) * optim.num_iterations,
         "logging_steps": 1,
         "logging_nan_inf_filter": False,

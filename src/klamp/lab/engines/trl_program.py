@@ -55,8 +55,7 @@ def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> No
         with deferred_interrupts() as ending.interrupt:
             trainer.train(resume_from_checkpoint=newest and str(newest))
     if doctor.stopped_by is not None:
-        state = trainer.state
-        raise stopped_by(doctor.stopped_by, f"update {state.global_step} of {state.max_steps}")
+        raise stopped_by(doctor.stopped_by, f"update {trainer.state.global_step} of {trainer.state.max_steps}")
 
 
 def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallback]) -> GRPOTrainer:

@@ -16,12 +16,11 @@ import json
 import math
 import os
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_IMODE
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import ModelError
@@ -77,8 +76,7 @@ def pairs(skill: str, rng: random.Random, *, held_out: bool) -> Iterator[tuple[s
 def examples(skill: str, count: int, *, seed: int, held_out: bool) -> tuple[Example, ...]:
     """Draw `count` different examples of one skill, or all that turn up if the skill has fewer."""
     source = pairs(skill, random.Random(f"{seed}/{skill}/{held_out}"), held_out=held_out)
-    answers: dict[str, str] = {}
-    repeats = 0
+    answers, repeats = dict[str, str](), 0
     while len(answers) < count and repeats < REPEATS:
         prompt, answer = next(source)
         repeats = repeats + 1 if prompt in answers else 0
@@ -125,7 +123,6 @@ Progress = Callable[[str, int, int, float | None], None]
 """Called while a model is made, as `progress(what, done, total, loss)`; the loss is None where there is none."""
 IGNORED = -100  # the label of a token that the loss leaves out
 HEAVY_COLUMN = 14  # from this sum of two digits on, a carry is forgotten more often than remembered
-TEACHING = "teaching the built-in base model"  # what this work is called while it goes on
 MIXTURE = {"addition": 0.46, "subtraction": 0.41, "reversal": 0.13}  # the share of each skill in the training rows
 RECIPE: Mapping[str, Any] = {
     **MIXTURE,
@@ -214,7 +211,6 @@ def cached_base_model(*, progress: Progress | None = None) -> Path:
         with without_bars():
             model.save_pretrained(empty)
         arithmetic_tokenizer().save_pretrained(empty)
-        (empty / "base_model.json").write_text(json.dumps(RECIPE, indent=2) + "\n")
 
     return stored(base_model_folder(), write)
 
@@ -240,7 +236,7 @@ def train_base_model(*, progress: Progress | None = None) -> LlamaForCausalLM:
             optimizer.step()
             schedule.step()
             if progress is not None:
-                progress(TEACHING, step, steps, float(loss.detach()))
+                progress("teaching the built-in base model", step, steps, float(loss.detach()))
     return model.eval()
 
 
@@ -287,20 +283,18 @@ def stored(folder: Path, write: Callable[[Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        place = TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True)
     except OSError as error:
         what, fix = "the cache folder for models cannot be written", "set KLAMP_CACHE to a folder that can be written"
         raise ModelError(what, got=str(folder.parent), why=str(error), fix=fix) from error
-    try:
-        write(temporary)
-        make_readable(temporary)
+    with place as temporary:
+        write(Path(temporary))
+        make_readable(Path(temporary))
         try:
-            temporary.rename(folder)
+            Path(temporary).rename(folder)
         except OSError:  # another process was quicker: its folder holds the same model
             if not folder.is_dir():
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 

@@ -4,7 +4,6 @@ The named rewards:
 
     exact_match            1 if the completion equals the answer, white space around both left out
     math_verify            1 if the math-verify package finds both to be the same mathematics
-    format_regex:PATTERN   1 if `re.search` finds PATTERN in the completion ("." matches line ends too)
     module:function        your own; `path/to/file.py:function` works too
 
 Your own function is called as `function(completion, **fields)`: the text of one completion without special tokens, and
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 import sys
 import threading
 import zlib
@@ -31,7 +29,7 @@ from typing import Any
 from klamp.audit.function import load_function
 from klamp.config.fields import setting
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields
-from klamp.errors import ConfigError, DataError, RewardError, brief, text_of, unknown_name
+from klamp.errors import DataError, RewardError, brief, text_of, unknown_name
 
 RewardFunction = Callable[["Example", str], Any]
 """An unchecked reward: an example and the text of one completion give a number."""
@@ -70,8 +68,7 @@ class TaskConfig:
     """`arithmetic`, the path of a .jsonl, .json or .parquet file, `hub:NAME:CONFIG:SPLIT` (a data set of the hub), or
     `module:function` (your own: it takes this configuration and the tokenizer, and returns a `Task`)."""
     reward: str = ""
-    """`exact_match`, `math_verify`, `format_regex:PATTERN`, `module:function`, or `none` (with a teacher); empty: the
-    task's own."""
+    """`exact_match`, `math_verify`, `module:function`, or `none` (with a teacher); empty: the task's own."""
     prompt_column: str = "prompt"
     """The column of the rows that holds the prompt: a text, or a list of chat messages."""
     answer_column: str = "answer"
@@ -187,16 +184,9 @@ MATH_SECONDS = 5  # the longest that math-verify takes for each of its parts
 
 def named_reward(name: str) -> Callable[[Example, str], float]:
     """The reward function of a name, with checked results; a ConfigError if the name cannot be used."""
-    kind, _, rest = name.partition(":")
-    if name in NEEDS_ANSWER:
-        function = NEEDS_ANSWER[name]
-    elif kind == "format_regex":
-        function = _format_regex(rest)
-    elif is_function(name):
-        function = adapt(load_function(name))
-    else:
-        raise unknown_name("reward", name, (*NEEDS_ANSWER, "format_regex:PATTERN", "module:function", NO_REWARD))
-    return checked(function, name=name)
+    if name not in NEEDS_ANSWER and not is_function(name):
+        raise unknown_name("reward", name, (*NEEDS_ANSWER, "module:function", NO_REWARD))
+    return checked(NEEDS_ANSWER.get(name) or adapt(load_function(name)), name=name)
 
 
 def with_reward(task: Task, name: str) -> Task:
@@ -227,15 +217,6 @@ def math_verify(example: Example, completion: str) -> bool:
 
 NEEDS_ANSWER: Mapping[str, RewardFunction] = {"exact_match": exact_match, "math_verify": math_verify}
 """The named rewards that compare with the ground truth."""
-
-
-def _format_regex(pattern: str) -> RewardFunction:
-    try:
-        expression = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        fix = "write format_regex:PATTERN in the syntax of Python's re module"
-        raise ConfigError("format_regex needs a regular expression", got=pattern, why=str(error), fix=fix) from error
-    return lambda _, completion: expression.search(completion) is not None
 
 
 def adapt(function: Callable[..., Any]) -> RewardFunction:
