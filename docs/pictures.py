@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from PIL import Image
+from PIL import Image, ImageOps
 from playwright.sync_api import Page, sync_playwright
 
 from klamp.cli import main as klamp
@@ -28,8 +28,8 @@ from klamp.lab.ablate.plan import folder_name
 DOCS = Path(__file__).resolve().parent
 QUESTIONS = 2
 """Questions of each skill that are shown of the table of answers."""
-COMPLETIONS = 4
-"""Completions that are shown token by token, the worst first."""
+WORST, COMPLETIONS, MARGIN = 6, 3, 24
+"""Rows of the worst tokens, completions that are shown token by token, and pixels around them."""
 REST = """(table, most) => {
   const seen = {};
   for (const row of [...table.tBodies[0].rows]) {
@@ -39,6 +39,13 @@ REST = """(table, most) => {
   }
 }"""
 """Removes the questions beyond that."""
+FEWER = """(section, [worst, most]) => {
+  const rows = [...section.querySelector("table.worst").tBodies[0].rows];
+  const cards = [...section.querySelector("#completions").children];
+  const controls = section.querySelectorAll("#filters, #count, #more");
+  for (const part of [...rows.slice(worst), ...cards.slice(most), ...controls]) part.remove();
+}"""
+"""Removes the rows and completions beyond that, and what only a live page can use."""
 
 
 TOP = 1212
@@ -58,10 +65,11 @@ def language(folder: Path) -> None:
         shown.locator("header.bar").evaluate("bar => bar.remove()")  # it would lie over what is photographed
         shown.locator("table.answers").evaluate(REST, QUESTIONS)
         shown.locator("table.answers").screenshot(path=DOCS / "language-answers.png")
-        shown.locator("#completions").evaluate(
-            "(list, most) => [...list.children].slice(most).forEach(card => card.remove())", COMPLETIONS
-        )
-        shown.locator("#tokens").screenshot(path=DOCS / "language-tokens.png")
+        tokens, file = shown.locator("#tokens"), DOCS / "language-tokens.png"
+        tokens.evaluate(FEWER, [WORST, COMPLETIONS])
+        tokens.screenshot(path=file)
+    picture = Image.open(file).convert("RGB")
+    ImageOps.expand(picture, MARGIN, picture.getpixel((0, 0))).quantize(256).save(file, optimize=True)
 
 
 def report(run: Path) -> None:
