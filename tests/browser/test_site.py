@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("index.html", "from-scratch.html", "training.html", "do/index.html", "do/steady-length.html", "alarms.html")
+PAGES = ("index.html", "from-scratch.html", "training.html", "do/steady-length.html", "alarms.html")
 COLUMNS = """() => {
   const pen = document.createElement('canvas').getContext('2d');
   return [...document.querySelectorAll('pre > code')].map((code) => {
