@@ -48,8 +48,8 @@ FEWER = """(section, [worst, most]) => {
 """Removes the rows and completions beyond that, and what only a live page can use."""
 
 
-TOP = 1212
-"""Height of the picture of a report's top: headlines, and the first row of charts."""
+WIDTH, TOP = 860, 1330
+"""Width of the pictures of one report, near a page's own; height of its top: headlines, and the first charts."""
 
 
 def language(folder: Path) -> None:
@@ -79,9 +79,9 @@ def report(run: Path) -> None:
         run: its folder.
     """
     file = run / "pictures.html"
-    with opened(run, file=file, height=TOP) as shown:
+    with opened(run, file=file, width=WIDTH, height=TOP) as shown:
         photograph(shown, DOCS / "report.png")
-    with opened(run, file=file, height=760, theme="dark") as shown:
+    with opened(run, file=file, width=WIDTH, height=780, theme="dark") as shown:
         shown.locator("#all-completions").evaluate(
             "heading => scrollTo(0, heading.getBoundingClientRect().top + scrollY - 120)"
         )
@@ -101,12 +101,15 @@ def photograph(page: Page, file: Path) -> None:
 
 
 @contextmanager
-def opened(*runs: Path, file: Path, height: int = 900, theme: Literal["light", "dark"] = "light") -> Iterator[Page]:
+def opened(
+    *runs: Path, file: Path, width: int = 1280, height: int = 900, theme: Literal["light", "dark"] = "light"
+) -> Iterator[Page]:
     """The report of some runs in a browser.
 
     Args:
         runs: their folders.
         file: where the report is written.
+        width: of the window.
         height: of the window.
         theme: of the page.
     """
@@ -119,7 +122,7 @@ def opened(*runs: Path, file: Path, height: int = 900, theme: Literal["light", "
         running = playwright.chromium.launch(
             executable_path=browser.stdout.strip(), args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
-        shown = running.new_page(viewport={"width": 1280, "height": height}, color_scheme=theme)
+        shown = running.new_page(viewport={"width": width, "height": height}, color_scheme=theme)
         shown.goto(file.absolute().as_uri())
         yield shown
         running.close()
