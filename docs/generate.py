@@ -149,8 +149,8 @@ def alarms_page() -> str:
         "information: it fails no check and is not shown during a run; `--fail-on` and `--stop-on` take its name too.",
         "Brackets say where a threshold comes from. A limit on a sampled value has a margin for the number of samples:",
         "standard errors by the curve's own scatter, more of few steps (Student's t), or by the tokens of a step.",
-        "How often each rises by chance: [counts](records/index.md). The doctor lists the alarms that it",
-        "could not check, with the missing columns.",
+        "How often each rises by chance: [counts](records/index.md#the-doctor-and-the-kills).",
+        "The doctor lists the alarms that it could not check, with the missing columns.",
         "",
     ]
     return "\n".join([*parts, *_alarms(ALARMS.values())])
