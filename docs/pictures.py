@@ -69,7 +69,9 @@ def language(folder: Path) -> None:
         tokens.evaluate(FEWER, [WORST, COMPLETIONS])
         tokens.screenshot(path=file)
     picture = Image.open(file).convert("RGB")
-    ImageOps.expand(picture, MARGIN, picture.getpixel((0, 0))).quantize(256).save(file, optimize=True)
+    paper = picture.getpixel((0, 0))
+    assert isinstance(paper, tuple)
+    ImageOps.expand(picture, MARGIN, paper).quantize(256).save(file, optimize=True)
 
 
 def report(run: Path) -> None:

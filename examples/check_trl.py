@@ -23,7 +23,7 @@ from klamp.lab.tasks import load_task
 from klamp.lab.tasks.base import TaskConfig
 
 
-def exact_match(completions: list[str], answer: list[str], **_: object) -> list[float]:
+def exact_match(completions: list[str], answer: list[str], **_: object) -> list[float | None]:
     """Return 1 for the expected answer, else 0."""
     return [float(text.strip() == expected) for text, expected in zip(completions, answer, strict=True)]
 
