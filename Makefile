@@ -172,7 +172,7 @@ test-pythons: $(READY)
 	@scripts/environment.sh python3.12 python3.13
 	$(BIN)/pytest tests/packaging/test_pythons.py $(PYTEST_ARGS)
 
-# Everything, for an hour or more: each target once on this commit, and their record in docs/records/reliability.md.
+# Everything, for an hour or more: each target once on this commit, and their record in docs/records/index.md.
 test-everything: $(READY)
 	$(BIN)/python scripts/everything.py $(EVERYTHING_ARGS)
 

@@ -145,8 +145,7 @@ def _products(size: Mapping[str, int]) -> str:
     logprobs, kl = 3 + max(0, n - h) / n, 4 + 2 * max(0, n - h / 2) / n
     return (
         f"- The products alone: `linear_kl` forms {kl:.2f} of a row's, `linear_logprobs` {logprobs:.2f}, which is "
-        f"{kl / logprobs:.2f} times as many; where the head is frozen 5 and 2, 2.50 times "
-        "([why](../decisions/0011-what-a-step-does-once.md))."
+        f"{kl / logprobs:.2f} times as many; where the head is frozen 5 and 2, 2.50 times (docs/decisions.md)."
     )
 
 

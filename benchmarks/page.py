@@ -43,7 +43,7 @@ def _steps(points: Sequence[Mapping[str, Any]], cost: Mapping[str, Any] | None) 
                 *(kl.get((*where, trainer), "") for trainer in ("trl", "klamp")),
             )
         )
-    headings = ("GRPO step with KL, tokens/s", *step.NAMES.values(), "of it the KL: TRL", "klamp train")
+    headings = ("GRPO step with KL, tokens/s", *step.NAMES.values(), "KL alone, TRL", "KL alone, klamp train")
     return table(headings, rows)
 
 

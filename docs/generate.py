@@ -2,7 +2,7 @@
 
 `estimators.md` comes from `klamp.core.estimators.ESTIMATORS` and from what `klamp.verify` measures, `metrics.md` from
 `klamp.doctor.metrics.METRICS`, `alarms.md` from `klamp.doctor.alarms.ALARMS`, and `findings.md` from
-`klamp.audit.verdict`; the table in `records/newest.md` comes from `klamp.hosts.common.versions.HOSTS`. A test compares
+`klamp.audit.verdict`; the table in `records/index.md` comes from `klamp.hosts.common.versions.HOSTS`. A test compares
 the committed pages with what this writes.
 """
 
@@ -149,8 +149,8 @@ def alarms_page() -> str:
         "information: it fails no check and is not shown during a run; `--fail-on` and `--stop-on` take its name too.",
         "Brackets say where a threshold comes from. A limit on a sampled value has a margin for the number of samples:",
         "standard errors by the curve's own scatter, more of few steps (Student's t), or by the tokens of a step.",
-        "How often each rises by chance: [counts](records/index.md). The doctor lists the alarms that it",
-        "could not check, with the missing columns.",
+        "How often each rises by chance: [counts](records/index.md#the-doctor-and-the-kills).",
+        "The doctor lists the alarms that it could not check, with the missing columns.",
         "",
     ]
     return "\n".join([*parts, *_alarms(ALARMS.values())])
@@ -182,7 +182,7 @@ def _plain(text: str) -> str:
 
 def newest_page() -> str:
     """The record of the newest versions, with the table of what each host was tried with."""
-    head, _, rest = (DOCS / "records" / "newest.md").read_text(encoding="utf-8").partition("| package |")
+    head, _, rest = (DOCS / "records" / "index.md").read_text(encoding="utf-8").partition("| package |")
     _, _, tail = rest.partition("\n\n")
     rows = [(f"`{name}`", host.upto, host.asked) for name, host in HOSTS.items()]
     return "\n".join((head.rstrip("\n"), "", *_table(("package", "tried up to", "asked where"), rows), "", tail))
@@ -193,7 +193,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     "alarms.md": alarms_page,
     "findings.md": findings_page,
-    "records/newest.md": newest_page,
+    "records/index.md": newest_page,
 }
 """File under docs/ -> what writes it."""
 

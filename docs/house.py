@@ -25,7 +25,7 @@ STEP, HEIGHT, GAP = 52, 38, 8
 STYLE = """
   .paper { fill: #ffffff } .layer { fill: #dbeafe; stroke: #1d4ed8 } .laboratory { fill: #fef3c7; stroke: #b45309 }
   .line { stroke: #475569; fill: none; stroke-width: 1.5 } text { fill: #0f172a; font: 14px ui-sans-serif, sans-serif }
-  .name { font: 600 14px ui-monospace, monospace; text-anchor: middle }
+  .name { font: 600 13px ui-monospace, monospace; text-anchor: middle }
   @media (prefers-color-scheme: dark) {
     .paper { fill: #1e2129 } .layer { fill: #1e3a8a; stroke: #93c5fd } .laboratory { fill: #713f12; stroke: #fcd34d }
     .line { stroke: #cbd5e1 } text { fill: #f1f5f9 }

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from PIL import Image
+from PIL import Image, ImageOps
 from playwright.sync_api import Page, sync_playwright
 
 from klamp.cli import main as klamp
@@ -28,8 +28,8 @@ from klamp.lab.ablate.plan import folder_name
 DOCS = Path(__file__).resolve().parent
 QUESTIONS = 2
 """Questions of each skill that are shown of the table of answers."""
-COMPLETIONS = 4
-"""Completions that are shown token by token, the worst first."""
+WORST, COMPLETIONS, MARGIN = 6, 3, 24
+"""Rows of the worst tokens, completions that are shown token by token, and pixels around them."""
 REST = """(table, most) => {
   const seen = {};
   for (const row of [...table.tBodies[0].rows]) {
@@ -39,10 +39,17 @@ REST = """(table, most) => {
   }
 }"""
 """Removes the questions beyond that."""
+FEWER = """(section, [worst, most]) => {
+  const rows = [...section.querySelector("table.worst").tBodies[0].rows];
+  const cards = [...section.querySelector("#completions").children];
+  const controls = section.querySelectorAll("#filters, #count, #more");
+  for (const part of [...rows.slice(worst), ...cards.slice(most), ...controls]) part.remove();
+}"""
+"""Removes the rows and completions beyond that, and what only a live page can use."""
 
 
-TOP = 1212
-"""Height of the picture of a report's top: headlines, and the first row of charts."""
+WIDTH, TOP = 860, 1330
+"""Width of the pictures of one report, near a page's own; height of its top: headlines, and the first charts."""
 
 
 def language(folder: Path) -> None:
@@ -58,10 +65,13 @@ def language(folder: Path) -> None:
         shown.locator("header.bar").evaluate("bar => bar.remove()")  # it would lie over what is photographed
         shown.locator("table.answers").evaluate(REST, QUESTIONS)
         shown.locator("table.answers").screenshot(path=DOCS / "language-answers.png")
-        shown.locator("#completions").evaluate(
-            "(list, most) => [...list.children].slice(most).forEach(card => card.remove())", COMPLETIONS
-        )
-        shown.locator("#tokens").screenshot(path=DOCS / "language-tokens.png")
+        tokens, file = shown.locator("#tokens"), DOCS / "language-tokens.png"
+        tokens.evaluate(FEWER, [WORST, COMPLETIONS])
+        tokens.screenshot(path=file)
+    picture = Image.open(file).convert("RGB")
+    paper = picture.getpixel((0, 0))
+    assert isinstance(paper, tuple)
+    ImageOps.expand(picture, MARGIN, paper).quantize(256).save(file, optimize=True)
 
 
 def report(run: Path) -> None:
@@ -71,9 +81,9 @@ def report(run: Path) -> None:
         run: its folder.
     """
     file = run / "pictures.html"
-    with opened(run, file=file, height=TOP) as shown:
+    with opened(run, file=file, width=WIDTH, height=TOP) as shown:
         photograph(shown, DOCS / "report.png")
-    with opened(run, file=file, height=760, theme="dark") as shown:
+    with opened(run, file=file, width=WIDTH, height=780, theme="dark") as shown:
         shown.locator("#all-completions").evaluate(
             "heading => scrollTo(0, heading.getBoundingClientRect().top + scrollY - 120)"
         )
@@ -93,12 +103,15 @@ def photograph(page: Page, file: Path) -> None:
 
 
 @contextmanager
-def opened(*runs: Path, file: Path, height: int = 900, theme: Literal["light", "dark"] = "light") -> Iterator[Page]:
+def opened(
+    *runs: Path, file: Path, width: int = 1280, height: int = 900, theme: Literal["light", "dark"] = "light"
+) -> Iterator[Page]:
     """The report of some runs in a browser.
 
     Args:
         runs: their folders.
         file: where the report is written.
+        width: of the window.
         height: of the window.
         theme: of the page.
     """
@@ -111,7 +124,7 @@ def opened(*runs: Path, file: Path, height: int = 900, theme: Literal["light", "
         running = playwright.chromium.launch(
             executable_path=browser.stdout.strip(), args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
-        shown = running.new_page(viewport={"width": 1280, "height": height}, color_scheme=theme)
+        shown = running.new_page(viewport={"width": width, "height": height}, color_scheme=theme)
         shown.goto(file.absolute().as_uri())
         yield shown
         running.close()

@@ -35,12 +35,12 @@ def draw() -> Figure:
     for axes, value in ((left, 1.0), (right, 0.0)):
         axes.axvline(value, color="0.6", linewidth=1, zorder=0)
         axes.grid(axis="x", color="0.9")
-    left.set_xlabel("KL to the reference / that of the optimum")
-    right.set_xlabel("length - that of the optimum, in tokens")
+    left.set_xlabel("KL to the reference, divided by the optimum's")
+    right.set_xlabel("tokens more than the optimum")
     left.set_yticks(range(len(names)), names)
     left.set_ylim(len(names) - 0.5, -0.5)
     left.legend(fontsize=8, loc="upper right")
-    figure.suptitle("Where each KL ends: completions of up to 6 tokens, beta 0.2, leave-one-out, no std", fontsize=11)
+    figure.suptitle("Where each KL ends: completions of up to 6 tokens, beta 0.2, leave-one-out baseline", fontsize=11)
     return figure
 
 

@@ -6,7 +6,7 @@
 A target that passed on this commit is not run again, so that a run that was ended goes on with the next target; what
 passed on a commit since which no more than the record's own page changed counts too, and with --since what passed on
 COMMIT or later. --again forgets that. A target that fails does not stop the others. What each printed is in
-build/everything/TARGET.log; what became of it is kept beside that and shown in docs/records/reliability.md: tests,
+build/everything/TARGET.log; what became of it is kept beside that and shown in docs/records/index.md: tests,
 seconds, commit, day and processor. Exit status 1: a target failed.
 """
 
@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "everything"
-PAGE = ROOT / "docs" / "records" / "reliability.md"
+PAGE = ROOT / "docs" / "records" / "index.md"
 BEGIN, END = "<!-- everything: written by `make test-everything` -->", "<!-- end of everything -->"
 
 TARGETS = {

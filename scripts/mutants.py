@@ -8,7 +8,7 @@ that is not caught, a decorator that is gone. A seed draws the places, and at ea
 package; the checkout is left alone. The test files of the module's name run first, then the others of its folder that
 import it. A mistake that nobody could notice is listed, with the reason, in mutants-equivalent.toml. The counts and
 what survived, with its diff, are written to build/mutants.md; --record keeps the counts in mutants-record.json and
-shows them in docs/records/reliability.md. Exit status 1: less than 95 % of the others were caught.
+shows them in docs/records/index.md. Exit status 1: less than 95 % of the others were caught.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PACKAGES = ("core", "core/heads", "config", "hosts/common")
 EQUIVALENT = Path(__file__).with_name("mutants-equivalent.toml")
 REPORT = ROOT / "build" / "mutants.md"
 RECORD = Path(__file__).with_name("mutants-record.json")
-PAGE = ROOT / "docs" / "records" / "reliability.md"
+PAGE = ROOT / "docs" / "records" / "index.md"
 COMMAND = "make mutants MUTANTS_ARGS=--record"
 BEGIN, END = f"<!-- mutants: written by `{COMMAND}` -->", "<!-- end of mutants -->"
 OUTCOMES = ("caught", "alive", "equivalent")

@@ -5,7 +5,7 @@
 
 The lists compare klamp's numbers with a host's own, and bind the recipes of docs/hosts.md to the newest wheel of each
 other trainer, unpacked into build/recipes. A trainer without a wheel is bound to $KLAMP_CHECKOUTS/NAME, or its tests
-are NOT RUN. The versions, what passed and each failed test go into docs/records/newest.md, under the day; a second run
+are NOT RUN. The versions, what passed and each failed test go into docs/records/index.md, under the day; a second run
 on a day replaces the first. Exit status: pytest's. `make test-everything` leaves it out, because its record is about a
 commit, and these results change without one.
 """
@@ -22,7 +22,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, REPORT = ROOT / "docs" / "records" / "newest.md", ROOT / "build" / "newest.xml"
+PAGE, REPORT = ROOT / "docs" / "records" / "index.md", ROOT / "build" / "newest.xml"
+BEGIN, END = "<!-- newest: written by `make test-newest` -->", "<!-- end of newest -->"
 LISTS = {
     "TRL": ("tests/hosts/trl", "tests/test_trl.py", "tests/training/in_trl"),
     "verl": ("tests/hosts/verl", *(f"tests/engines/verl/test_{name}.py" for name in ("hooks", "driver", "overrides"))),
@@ -63,7 +64,7 @@ def section(day: str, report: Path) -> str:
     skipped = sum(case.find("skipped") is not None for case in cases)
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
     wheels = ", ".join(x.stem.replace("-", " ") for x in sorted(RECIPES.glob("*/*.dist-info")))
-    lines = [f"## {day}", "", f"{versions}.", "", f"Recipes of docs/hosts.md: {wheels or 'no wheel'}.", ""]
+    lines = [f"### {day}", "", f"{versions}.", "", f"Recipes of docs/hosts.md: {wheels or 'no wheel'}.", ""]
     lines.append(f"{len(cases) - len(failed) - skipped} passed, {len(failed)} failed, {skipped} skipped.")
     for case in failed:
         (found,) = [each for each in case if each.tag in ("failure", "error")]
@@ -74,9 +75,10 @@ def section(day: str, report: Path) -> str:
 
 def page_of(page: str, day: str, found: str) -> str:
     """The page with a section of this day, the newest first."""
-    head, *others = re.split(r"(?m)^(?=## )", page)
-    kept = [each.strip() for each in others if not each.startswith(f"## {day}\n")]
-    return "\n\n".join([head.strip(), found, *kept]) + "\n"
+    head, rest = page.split(BEGIN)
+    days, _, tail = rest.partition(END)
+    kept = [each.strip() for each in re.split(r"(?m)^(?=### )", days) if not each.startswith(f"### {day}\n")]
+    return "\n\n".join([f"{head}{BEGIN}", found, *filter(None, kept), f"{END}{tail}"])
 
 
 def main() -> None:

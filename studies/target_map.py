@@ -168,7 +168,7 @@ def draw(done: Mapping[tuple[str, int], Mapping[str, Any]], file: Path) -> None:
     from matplotlib import pyplot as plt
 
     found = [(cell, runs) for cell, runs in rows(done) if runs]
-    figure, place = plt.subplots(figsize=(7, 0.24 * len(found) + 0.8))
+    figure, place = plt.subplots(figsize=(4.5, 0.24 * len(found) + 0.8))
     for y, (_, runs) in enumerate(found):
         for x, each in enumerate(map(share, runs)):
             colour = "tab:green" if each >= HELD else "tab:red"
@@ -178,8 +178,8 @@ def draw(done: Mapping[tuple[str, int], Mapping[str, Any]], file: Path) -> None:
     place.set_yticks(range(len(found)), [cell for cell, _ in found], fontsize=8)
     place.set(
         xticks=[],
-        xlabel=f"one for each seed: per cent of its steps in the band, red below {100 * HELD:.0f}",
-        xlim=(-0.5, 8),
+        xlabel=f"each seed: % of steps in the band, red below {100 * HELD:.0f}",
+        xlim=(-0.5, max(len(runs) for _, runs in found) - 0.5),
         ylim=(len(found) - 0.3, -0.7),
     )
     figure.savefig(file, dpi=110, bbox_inches="tight", metadata={"Software": None})

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("index.html", "from-scratch.html", "training.html", "do/index.html", "do/steady-length.html", "alarms.html")
+PAGES = ("index.html", "from-scratch.html", "training.html", "do/steady-length.html", "alarms.html")
 COLUMNS = """() => {
   const pen = document.createElement('canvas').getContext('2d');
   return [...document.querySelectorAll('pre > code')].map((code) => {
@@ -49,31 +49,14 @@ def test_pages_fit_their_window_and_code_its_block(browser: Browser, site: Path,
     opened.close()
 
 
-def test_the_first_screen_of_a_laptop_says_what_it_is_and_the_recording_plays(browser: Browser, site: Path) -> None:
+def test_the_first_screen_of_a_laptop_shows_the_check_and_its_verdict(browser: Browser, site: Path) -> None:
     opened = browser.new_context(viewport={"width": 1280, "height": 800})
     page = opened.new_page()
     page.goto((site / "index.html").as_uri())
-    table, trl, commands = page.locator("table"), page.get_by_text("klamp.trl"), page.get_by_text("make demo")
-    for shown, needs in ((table, 200), (trl, 40), (commands, 60)):  # of the commands the two lines that make the demo
-        box = shown.first.bounding_box()
-        assert box is not None and box["y"] + needs < 800
-    recording = page.locator("img[src$='demo.svg']").bounding_box()
-    assert recording is not None and recording["width"] > 600
-    page.goto((site / "demo.svg").as_uri())
-    moved = "getComputedStyle(document.getElementById('frames')).transform"
-    before = page.evaluate(moved)
-    page.wait_for_function(f"{moved} !== {before!r}")
-    opened.close()
-
-
-def test_who_asked_for_less_motion_sees_the_end_of_the_recording(browser: Browser, site: Path) -> None:
-    opened = browser.new_context(reduced_motion="reduce")
-    page = opened.new_page()
-    page.goto((site / "demo.svg").as_uri())
-    strip = "getComputedStyle(document.getElementById('frames'))"
-    style = page.evaluate(f"[{strip}.animationName, {strip}.transform]")
-    frames = page.evaluate("document.getElementById('frames').children.length")
-    width = page.evaluate("document.documentElement.viewBox.baseVal.width")
-    assert style[0] == "none"
-    assert float(style[1].split(",")[4]) == pytest.approx(-(frames - 1) * width, abs=frames)
+    article = page.locator("article")  # the navigation names klamp.check, too
+    for shown in ("klamp.check", "klamp check: WRONG"):
+        box = article.get_by_text(shown).first.bounding_box()
+        assert box is not None and box["y"] + 40 < 800
+    picture = page.locator("img[src$='language-tokens.png']").bounding_box()
+    assert picture is not None and picture["width"] > 600
     opened.close()

@@ -1,4 +1,4 @@
-"""The five how-tos: linked from the page of tasks and from their source, and what they tell to type works as shown."""
+"""The five how-tos: in the navigation and linked from their source, and what they tell to type works as shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shlex
 from typing import Any
 
 import pytest
-from tests.docs.pages import DOCS
+from tests.docs.pages import DOCS, ROOT
 
 from klamp.cli import main
 
@@ -34,7 +34,7 @@ def test_a_page_answers_first_and_is_found_from_its_source(name: str) -> None:
     title, answer = PAGES[name].split("\n\n")[:2]
     assert title.startswith("# ") and title.endswith("?") and answer.startswith("**")
     question = f"[{title.removeprefix('# ')}]"
-    assert f"{question}({name}.md)" in (DOCS / "do" / "index.md").read_text(encoding="utf-8")
+    assert f": do/{name}.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     documents = (DOCS / "sources.md").read_text(encoding="utf-8").split("\n## ")[1:]
     (document,) = [text for text in documents if f"{question}(do/{name}.md)" in text]
     anchor = re.search(r"sources\.md#([\w-]+)", PAGES[name])

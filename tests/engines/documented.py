@@ -1,4 +1,4 @@
-"""The tables in docs/records/audit.md are what the command prints, line for line."""
+"""The tables in docs/records/index.md are what the command prints, line for line."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def assert_documented(*names: str) -> None:
     with contextlib.redirect_stdout(out):
         assert run(names) in (0, 1)  # 1: some option follows something other than its name says
     shown = out.getvalue().removeprefix("[INFO] Running in WANDB offline mode\n")  # wandb's own, at TRL's first trainer
-    page, record = ((DOCS / name).read_text(encoding="utf-8") for name in ("audit.md", "records/audit.md"))
+    page, record = ((DOCS / name).read_text(encoding="utf-8") for name in ("audit.md", "records/index.md"))
     assert shown.removesuffix(f"{LEGEND}\n").rstrip() in record
     assert LEGEND in page

@@ -22,10 +22,10 @@ class HostRecord:
     """One package that klamp's KL is used in."""
 
     needed: str  # what pip may install: a floor, which is tested; a cap only where a break is known
-    upto: str  # the newest version, or series, that klamp's tests passed with: pinned, or in docs/records/newest.md
+    upto: str  # the newest version, or series, that klamp's tests passed with: pinned, or in docs/records/index.md
     door: str  # the module of klamp's that needs it
     extra: str  # the extra of klamp's that installs it; empty: none does
-    asked: str  # where its version is asked for: a cell of the table in docs/records/newest.md
+    asked: str  # where its version is asked for: a cell of the table in docs/records/index.md
     why: str  # what may break with another version
 
 
