@@ -12,9 +12,9 @@ from klamp.cli import main as klamp
 from klamp.cli.text import exit_code, show_error
 from klamp.config import KLWarning
 from klamp.errors import KlampError
-from klamp.lab.ablate.execute import PLAN, open_folder
-from klamp.lab.ablate.plan import Plan
-from klamp.lab.folders import free_folder
+from klamp.lab.ablate.execute import PLAN, check_folder
+from klamp.lab.ablate.plan import Plan, plan_text
+from klamp.lab.folders import free_folder, write_whole
 
 
 def ablate(plan: Plan, argv: Sequence[str]) -> tuple[int, Path]:
@@ -33,7 +33,9 @@ def ablate(plan: Plan, argv: Sequence[str]) -> tuple[int, Path]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KLWarning)  # `klamp ablate` says it once more
             folder = Path(given.output_dir) if given.output_dir else free_folder(Path("runs"), f"ablation-{plan.name}")
-            open_folder(plan, folder)
+            check_folder(folder, plan)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / PLAN, plan_text(plan))
     except KlampError as error:
         show_error(error)
         return exit_code(error), Path()

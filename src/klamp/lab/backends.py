@@ -33,11 +33,8 @@ ONLY: Mapping[str, tuple[Backend, ...]] = {
     "sampler_url": ("trl",),
 }
 """Field -> the backends that it has a meaning for."""
-TRUST = (
-    *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
-    "off_policy_mask_threshold",
-)
-"""Fields of the trust region to the sampler."""
+CLIP = "vllm_importance_sampling_clip"
+TRUST = f"vllm_importance_sampling_mode {CLIP}_max {CLIP}_min off_policy_mask_threshold"  # to the sampler
 MOVING = ("ema", "periodic")  # references that move during a run
 
 
@@ -153,7 +150,7 @@ VERL = (
         "verl's schedules are constant and cosine",
         applies=lambda c: c.optim.lr_scheduler_type == "linear",
     ),
-    Rule(" ".join(TRUST), "verl corrects by itself", "leave it out; verl_args takes algorithm.rollout_correction"),
+    Rule(TRUST, "verl corrects by itself", "leave it out; verl_args takes algorithm.rollout_correction"),
     Rule(
         "temperature",
         "the engine of verl's teacher scores at temperature 1, whatever the policy is sampled and scored at",

@@ -129,7 +129,7 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: 
 def _difference(saved: Any, now: Any) -> str:
     """How two fingerprints differ; empty: they do not."""
     if isinstance(saved, str) or isinstance(now, str):
-        return "" if saved == now else f"SHA-256 {saved}, now {now}"
+        return "" if saved == now else f"SHA-256 of prompts (in their chat template) and answers {saved}, now {now}"
     gap = max((abs(x - y) for x, y in zip(saved, now, strict=False)), default=0.0)
     same = len(saved) == len(now) and gap <= SAME
     return "" if same else f"log-probabilities of the same tokens differ by up to {gap:.3g} nats"

@@ -325,7 +325,7 @@ class Trainer:
         config = context.config
         self.context, self.folder, self.step = context, folder, 0
         self.optimizer = updates.adamw(context.policy, config)
-        self.optimizer.register_step_pre_hook(self._begin_update)
+        self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
         self.schedule = updates.schedule_of(self.optimizer, config)
         moving = {name: anchor.average for name, anchor in context.moving.items()}
         self.weights = checkpoint.Weights(context.policy, context.tokenizer, self.optimizer, moving)
@@ -333,9 +333,6 @@ class Trainer:
         self.observers = [*observers, self.alarms]
         self.whole = True  # whether the weights are those of the last step done, and not half way through the next one
         self.fingerprints = fingerprints(context)
-
-    def _begin_update(self, *_: object) -> None:
-        self.whole = False
 
     @classmethod
     def train(cls, config: TrainConfig, observers: Sequence[Observer]) -> RunSummary:
@@ -352,7 +349,7 @@ class Trainer:
                     run.resume(saved)
                 run.tell(lambda o: o.on_start(run.info(changes)))
                 for text in chat_cautions(config.task, run.context.tokenizer, run.context.stop):
-                    run.warn(text)
+                    run.tell(lambda o, text=text: o.on_warning(text))
                 return run.run()
             finally:
                 for observer in everyone:
@@ -478,19 +475,17 @@ class Trainer:
         for observer in self.observers:
             hook(observer)
 
-    def warn(self, text: str) -> None:
-        self.tell(lambda o: o.on_warning(text))
-
     def _check_step_zero(self, metrics: Mapping[str, float]) -> None:
         """Warn if the teacher is the policy itself, and the KL to it before the first update is not 0."""
         teacher = self.context.config.teacher
         itself = teacher.kind in OF_THE_POLICY or teacher.teacher_model == self.context.config.model.model
         kl = abs(metrics.get("teacher/kl", 0.0))
         if itself and not teacher.teacher_prompt and kl > STEP_ZERO_KL:
-            self.warn(
+            text = (
                 f"The KL to the teacher before the first update is {kl:.2e} nats per token and should be about 0: it "
-                "is the same model at the same prompts. Its numbers may belong to other tokens or another temperature."
             )
+            text += "is the same model at the same prompts. Its numbers may be of other tokens or another temperature."
+            self.tell(lambda o: o.on_warning(text))
 
     def stopped(self) -> TrainingStopped:
         """The error for an interrupt, once the state is saved."""

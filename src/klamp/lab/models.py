@@ -103,13 +103,10 @@ def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
         return loader.from_pretrained(spec, trust_remote_code=False, local_files_only=not is_id, **options)
     except Exception as error:  # the loaders raise a dozen types; all mean the same to the user
         here = "on the hub, or in its cache" if is_id else "at that path; an id of the hub reads OWNER/NAME"
-        raise ModelError(
-            f"cannot load {what}",
-            got=spec,
-            why=f"there is none {here}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
-            fix="check the path; a model folder needs config.json and weights, and the tokenizer's files or "
-            "--tokenizer FOLDER; builtin needs no hub",
-        ) from error
+        why = f"there is none {here}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+        fix = "check the path; a model folder needs config.json and weights, and the tokenizer's files or "
+        fix += "--tokenizer FOLDER; builtin needs no hub"
+        raise ModelError(f"cannot load {what}", got=spec, why=why, fix=fix) from error
 
 
 def model_path(name: str) -> str:
@@ -129,13 +126,10 @@ def weights_folder(spec: str) -> str:
         return str(place)
     folder = Path(policy_folder(str(place)))
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise ModelError(
-            "the folder holds a LoRA adapter, not a model",
-            got=spec,
-            why="an adapter is trained further by the run that it belongs to, and is no model by itself",
-            fix="continue that run with --resume, or merge it first: peft.AutoPeftModelForCausalLM.from_pretrained("
-            f"{str(folder)!r}).merge_and_unload().save_pretrained(FOLDER), with --tokenizer {folder}",
-        )
+        why = "an adapter is trained further by the run that it belongs to, and is no model by itself"
+        fix = "continue that run with --resume, or merge it first: peft.AutoPeftModelForCausalLM.from_pretrained("
+        fix += f"{str(folder)!r}).merge_and_unload().save_pretrained(FOLDER), with --tokenizer {folder}"
+        raise ModelError("the folder holds a LoRA adapter, not a model", got=spec, why=why, fix=fix)
     if checkpoints := checkpoint_folders(place):
         why, fix = "each of its checkpoints is a model", f"name one of them; the newest is {checkpoints[-1]}"
         raise ModelError("the folder holds a run, not a model", got=spec, why=why, fix=fix)
@@ -155,12 +149,9 @@ def with_adapter(model: Any, config: ModelConfig, checkpoint: Path | None = None
             policy = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
             keys = policy.load_adapter(str(checkpoint), "default", is_trainable=True)  # the first load names no keys
     except Exception as error:  # as in _pretrained
-        raise ModelError(
-            "cannot load the LoRA adapter",
-            got=str(checkpoint),
-            why=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
-            fix="check that the folder holds an adapter of this model",
-        ) from error
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+        what, fix = "cannot load the LoRA adapter", "check that the folder holds an adapter of this model"
+        raise ModelError(what, got=str(checkpoint), why=why, fix=fix) from error
     missing = [name for name in keys.missing_keys if "lora_" in name]
     loading = {"missing_keys": missing, "unexpected_keys": keys.unexpected_keys}
     check_whole(loading, folder=str(checkpoint), spare=False)

@@ -41,7 +41,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 REFUSED = (
     *("ref_model", "sampler_url"),
     *("mask_truncated_completions", "exact_kl_completions", "cpu", "stop_on", "log_completions_every"),
-    *TRUST,
+    *TRUST.split(),
 )
 """Fields of which only the default can be honoured: test_backends.py; of the KL: tests/hosts/test_every_field.py."""
 AROUND = (*("backend", "tokenizer", "sampler", "gpu_memory"),)

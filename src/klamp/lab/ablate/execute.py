@@ -133,8 +133,6 @@ def local_executor(count: int, *, workers: int | None = None, cpu: bool = False)
     """One process per core, or one on a GPU; `count` includes completed runs, so that the threads stay the same."""
     import torch
 
-    if os.name == "nt":
-        raise ConfigError("an ablation does not run on Windows", why="it stops its processes by signals", fix="use WSL")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     at_once = workers or (1 if torch.cuda.is_available() and not cpu else min(count, cores))
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // at_once))

@@ -202,13 +202,8 @@ def draw_frontier(outcomes: Sequence[Outcome]) -> Figure | None:
     from matplotlib.figure import Figure
 
     kl = {outcome.run: outcome.numbers["kl/reverse_sequence"] for outcome in done}
-    wide = len(skills) if len(skills) <= 3 else 2
-    high = -(-len(skills) // wide)
-    figure = Figure(figsize=(3.2 * wide, 3.4 * high), layout="constrained")
-    places = figure.subplots(high, wide, squeeze=False).ravel()
-    for axes in places[len(skills) :]:
-        axes.remove()
-    for axes, skill in zip(places, skills, strict=False):
+    figure = Figure(figsize=(3.2 * len(skills), 3.4), layout="constrained")
+    for axes, skill in zip(figure.subplots(1, len(skills), squeeze=False)[0], skills, strict=True):
         for i, arm in enumerate(dict.fromkeys(outcome.arm for outcome in done)):
             if points := [(kl[o.run], o.after[skill]) for o in done if o.arm == arm and skill in o.after]:
                 x, y = zip(*points, strict=True)
@@ -224,8 +219,7 @@ def draw_frontier(outcomes: Sequence[Outcome]) -> Figure | None:
         trained = "trained" if any(o.rl_skill == skill for o in done) else "not trained"
         axes.set_title(f"{skill} ({trained})", fontsize=10, parse_math=False)
         axes.grid(visible=True, alpha=0.25)
-    for axes in places[: len(skills) : wide]:
-        axes.set_ylabel("score after training; dotted: before", fontsize=9)
+    figure.axes[0].set_ylabel("score after training; dotted: before", fontsize=9)
     arms = figure.axes[0].get_legend_handles_labels()
     legend = figure.legend(*arms, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8, frameon=False)
     for text in legend.get_texts():

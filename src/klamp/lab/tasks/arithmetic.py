@@ -178,9 +178,10 @@ def training_tensors(rows: Iterator[tuple[str, str]]) -> tuple[torch.Tensor, tor
 
 
 def base_model_folder() -> Path:
-    """The folder of the cached base model, named after its recipe and its first training rows."""
+    """The folder of the base model in KLAMP_CACHE or ~/.cache/klamp, named by its recipe and first training rows."""
     key = json.dumps({**RECIPE, "rows": list(corpus(64))}, sort_keys=True)
-    return cache_root() / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    cache = Path(os.environ.get("KLAMP_CACHE") or Path.home() / ".cache" / "klamp").expanduser()
+    return cache / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 def load_base_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
@@ -270,11 +271,6 @@ def _rate(step: int, steps: int) -> float:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def cache_root() -> Path:
-    """The folder of all cached models: `KLAMP_CACHE`, else `~/.cache/klamp`."""
-    return Path(os.environ.get("KLAMP_CACHE") or Path.home() / ".cache" / "klamp").expanduser()
 
 
 def stored(folder: Path, write: Callable[[Path], None]) -> Path:
