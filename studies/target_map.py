@@ -19,7 +19,7 @@ from examples.language.tasks import score_happy
 
 from benchmarks.measure import isolated
 from benchmarks.records import table
-from klamp.lab.tasks.arithmetic import cache_root, stored
+from klamp.lab.tasks.arithmetic import base_model_folder, stored
 from studies.small_language import RECIPE, teach
 
 RECORD = Path(__file__).resolve().parent / "results" / "target-map.jsonl"
@@ -94,7 +94,7 @@ def one(cell: str, seed: int) -> dict[str, Any]:
     sparse = {"eval_every": 0, "save_every": 0, "report_to": (), "log_completions": 0, "eval_size": 8}
     with tempfile.TemporaryDirectory() as folder:
         if values.get("task") == STORIES["task"]:
-            model = stored(cache_root() / f"stories-{RECIPE}", teach)
+            model = stored(base_model_folder().parent / f"stories-{RECIPE}", teach)
             values |= {"model": str(model), "task": str(model / STORIES["task"])}
         config = TrainConfig.from_flat({"output_dir": folder + "/run", **sparse, **values})
         if config.run.backend == "local":
