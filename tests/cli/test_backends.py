@@ -24,6 +24,7 @@ SMALL = ("reward", "num_generations", "max_completion_length", "train_size")
 SIZES = [word for name in SMALL for word in (f"--{name}", str(TINY[name]))]
 FLAGS = ["--prompts_per_step", "4", "--eval_every", "0", "--eval_size", "1", "--report_to", "none", *SIZES]
 AROUND = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")  # what torchrun and `accelerate launch` set
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def words(tmp_path: Path) -> list[str]:
 
 def started(words: list[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "klamp.cli", "train", *words]
-    around = {name: value for name, value in AROUND.items() if name not in backends.LAUNCHED}
+    around = {name: value for name, value in AROUND.items() if name not in LAUNCHED}
     return subprocess.Popen(command, env=around, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -108,7 +109,7 @@ def test_several_processes_need_a_name_of_their_folder(words, monkeypatch, capsy
 
 
 def test_a_dry_run_prints_the_arguments_of_trl(words, tmp_path, capsys, monkeypatch):
-    for name in backends.LAUNCHED:
+    for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     assert main(["train", "--backend", "trl", "--gpus", "2", "--beta", "0.3", *words, "--dry_run"]) == 0
     told = capsys.readouterr().out.partition("the arguments of klamp.trl.GRPOConfig\n")[2]

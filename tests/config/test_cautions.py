@@ -286,6 +286,6 @@ def test_a_teacher_that_is_the_policy_begins_at_0(teacher: Fields, kl: float, wa
 
     said: list[str] = []
     trainer: Any = SimpleNamespace(context=SimpleNamespace(config=run(**teacher)), step=0, step_zero_kl=1e-4)
-    trainer.warn = said.append
+    trainer.tell = lambda hook: hook(SimpleNamespace(on_warning=said.append))
     Trainer._check_step_zero(trainer, {"teacher/kl": kl})
     assert ["should be about 0" in text for text in said] == [True] * warned

@@ -18,8 +18,9 @@ import peft.peft_model
 import torch
 import transformers.modeling_utils
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard import SummaryWriter
 
-from klamp.lab import checkpoint, evaluation, folders, observers, rollouts, sampling
+from klamp.lab import checkpoint, evaluation, folders, loop, sampling
 from klamp.lab.anchors import MovingReference
 from klamp.scoring.scorer import Scorer
 
@@ -161,14 +162,14 @@ POINTS: dict[str, Point] = {
     "while the configuration is written": half_of(".config.yaml.part"),
     "before the configuration is in its place": before(Path, "replace", last="config.yaml"),
     "while a metrics line is written": half_of("metrics.jsonl"),
-    "between a metrics line and TensorBoard": before(observers.RunLog, "_track"),
+    "between a metrics line and TensorBoard": before(SummaryWriter, "add_scalar"),
     "while TensorBoard's file is written": tracked,
     "while completions are written": half_of("completions.jsonl"),
     "while answers are written": half_of("answers.jsonl"),
     "while an alarm is written": half_of("alarms.jsonl"),
     "in generation": before(sampling, "draw"),
     "in scoring": before(Scorer, "forward"),
-    "after the rollout": after(rollouts, "rate"),
+    "after the rollout": after(loop, "collect"),
     "before an optimizer step": before(torch.optim.AdamW, "step"),
     "after an optimizer step": after(torch.optim.AdamW, "step"),
     "after the reference moved": after(MovingReference, "after_step"),

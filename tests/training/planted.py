@@ -46,6 +46,7 @@ def trained(folder: Path, *, plant: Callable[[Trainer, Told], None] | None = Non
     every = {"output_dir": str(folder), "eval_every": 0, "save_every": 0, "eval_size": 2, "log_completions_every": 1}
     config = TrainConfig.from_flat({**TINY, **every, **changes})
     told = Told()
+    folder.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(build(config), [RunLog(), told], folder)
     if plant is not None:
         plant(trainer, told)

@@ -13,8 +13,7 @@ from tests.training import rewards
 from transformers import GenerationConfig
 
 from klamp.lab import evaluation
-from klamp.lab.evaluation import evaluate, probabilities
-from klamp.lab.tasks import arithmetic_tokenizer
+from klamp.lab.evaluation import evaluate
 
 
 def by_hand(context) -> dict[str, float]:
@@ -64,14 +63,3 @@ def read_by_hand(model: Any, tokenizer: Any, examples: Any) -> list[float]:
         each = [logprobs[len(prompt) + place - 1, token].item() for place, token in enumerate(answer)]
         found.append(math.exp(sum(each) / len(each)))
     return found
-
-
-def test_they_are_the_geometric_means_of_the_tokens_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokenizer = tiny_llama(), arithmetic_tokenizer()
-    expected = read_by_hand(model, tokenizer, EXAMPLES)
-    for at_once in (16, 2, 1):
-        monkeypatch.setattr("klamp.lab.evaluation.READ_AT_ONCE", at_once)
-        found = probabilities(EXAMPLES, tokenizer, model)
-        assert found == pytest.approx(expected, rel=1e-5)
-    assert len(set(expected)) == 3 and all(0 < value < 1 for value in expected)
-    assert probabilities([], tokenizer, model) == []

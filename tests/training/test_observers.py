@@ -14,6 +14,7 @@ from klamp.doctor.alarms import ALARMS
 from klamp.doctor.readers import read_record
 from klamp.errors import TrainingStopped
 from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
 from klamp.lab.observers import AlarmObserver
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from klamp.core.arguments import POSITIVE, check_number
 from klamp.doctor.alarm import number
 from klamp.errors import DataError, ShapeError
-from klamp.scoring.probe import in_mode
 
 WEIGHTS = "weights"
 """The reading that is right: these weights, the prompt, the sampling temperature."""
@@ -177,6 +176,8 @@ def _readings(
     model: Any, prompt: Sequence[int], completion: Sequence[int], *, temperature: float, cuts: Any, start: Any
 ) -> dict[str, Tensor]:
     """The log-probabilities [T] of one completion in every reading that applies; see `check_sync`."""
+    from klamp.scoring.probe import in_mode
+
     with in_mode(model, training=False):
         raw, hidden = _forward(model, prompt, completion, states=start is not None)
         logits = {WEIGHTS: raw, HIDDEN: _forward(model, prompt, completion, hidden_prompt=True)[0]}
