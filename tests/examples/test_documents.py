@@ -113,6 +113,6 @@ def test_004_the_four_methods_of_the_k3_bug_report() -> None:
     assert "it follows the gradient of KL(ref||policy)" in " ".join(printed.split())
 
 
-def test_every_example_stands_on_the_page_of_sources() -> None:
-    page = (EXAMPLES.parent / "docs" / "sources.md").read_text(encoding="utf-8")
+def test_every_example_stands_on_the_page_of_sources_or_in_the_readme() -> None:
+    page = "".join((EXAMPLES.parent / name).read_text(encoding="utf-8") for name in ("docs/sources.md", "README.md"))
     assert [path.name for path in EXAMPLES.glob("*.py") if f"examples/{path.name}" not in page] == []
