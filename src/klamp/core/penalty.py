@@ -161,7 +161,7 @@ def shifted_rewards(rewards: Float[Tensor, " batch"], prepared: Prepared, *, bet
     Gradient: through the score function that of KL(policy || ref) over sequences, if advantages are not divided by the
     group's standard deviation (in a saturated group beta drops out) and tokens are left out by their position only.
 
-    Source: arXiv:1909.08593; kl-placement and its failure with std-normalised advantages: docs/concepts
+    Source: arXiv:1909.08593; its failure with std-normalised advantages: docs/which-kl.md
     """
     return upcast(rewards) - beta * _completion_kl(prepared)
 
