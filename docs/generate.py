@@ -1,6 +1,6 @@
 """Writes the pages that are made from tables of the code: `python docs/generate.py`.
 
-`estimators.md` comes from `klamp.core.estimators.ESTIMATORS` and from what `klamp.verify` measures, `metrics.md` from
+Two tables of `which-kl.md` come from `klamp.core.estimators.ESTIMATORS` and `klamp.verify`, `metrics.md` from
 `klamp.doctor.metrics.METRICS`, `alarms.md` from `klamp.doctor.alarms.ALARMS`, and `findings.md` from
 `klamp.audit.verdict`; the table in `records/index.md` comes from `klamp.hosts.common.versions.HOSTS`. A test compares
 the committed pages with what this writes.
@@ -19,7 +19,7 @@ from klamp.doctor.alarm import Alarm, Limit
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.metrics import LOGS, METRICS, MetricRow
 from klamp.hosts.common.versions import HOSTS
-from klamp.verify.explain import LENGTH, ConfigFacts, measure_config
+from klamp.verify.explain import ConfigFacts, measure_config
 from klamp.verify.oracle import IN_WORDS
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
 
@@ -30,72 +30,36 @@ NOTICE = "<!-- Written by docs/generate.py; change the table that it is made fro
 TERMS: Sequence[tuple[str, Mapping[str, str]]] = (
     ("`k1`, gradient `own`", {"kl_estimator": "k1", "kl_gradient": "own"}),
     ("`k3`, gradient `own` (= `forward`)", {"kl_estimator": "k3", "kl_gradient": "own"}),
-    ("`k3`, gradient `reverse`", {}),
+    ("`k3` (default)", {}),
     ("`exact`", {"kl_estimator": "exact"}),
-    ("`k3`, gradient `forward`, horizon `sequence`", {"kl_gradient": "forward", "kl_horizon": "sequence"}),
-    ("`k1`, gradient `reverse`, horizon `sequence`", {"kl_estimator": "k1", "kl_horizon": "sequence"}),
-    ("`k3`, gradient `reverse`, horizon `sequence`", {"kl_horizon": "sequence"}),
+    ("`k3`, horizon `sequence`", {"kl_horizon": "sequence"}),
     ("`exact`, horizon `sequence`", {"kl_estimator": "exact", "kl_horizon": "sequence"}),
-    (
-        "`k1` in the reward",
-        {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
-    ),
-    (
-        "`k1` in the advantage, horizon `sequence`",
-        {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
-    ),
+    ("`k1` in the reward", {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}),
 )
 """What the table of gradients over completions shows."""
+EXACT = ("sum_v policy_v delta_v", "unbiased", "where the logits of both models fit into memory")
+"""Formula, bias and use of the exact KL, which is no estimator of a sampled token."""
 
 
-def estimators_page() -> str:
-    """The page on the estimators: what each is, and what enumeration measures of it."""
+def which_kl_page() -> str:
+    """The page on the choices of a KL, with the measured tables of estimators and terms between their marks."""
+    page = (DOCS / "which-kl.md").read_text(encoding="utf-8")
+    for name, table in (("estimators", _estimators()), ("terms", _terms())):
+        begin, end = f"<!-- {name}: written by `python docs/generate.py` -->", f"<!-- end of {name} -->"
+        head, tail = page.partition(begin)[0], page.partition(end)[2]
+        page = "\n".join((head + begin, "", *table, "", end + tail))
+    return page
+
+
+def _estimators() -> list[str]:
     facts = {each.name: each for each in measure_estimators()}
-    return "\n".join(
-        (
-            "# Estimators",
-            "",
-            NOTICE,
-            "delta = log policy - log ref at a sampled token; *unbiased* is meant for KL(policy‖ref) and tokens of",
-            "the policy. Nothing here is a claim by hand: the numbers come from enumeration, and `klamp verify`",
-            "repeats and checks them on your machine.",
-            "",
-            "## What each one is",
-            "",
-            *_table(
-                ("`kl_estimator`", "per token", "bias of the value", "sign", "when to use it"),
-                [*(_definition(name) for name in ESTIMATORS), _exact_definition()],
-            ),
-            "",
-            "## What is measured of each one",
-            "",
-            "One position, five tokens, KL(policy‖ref) of about 0.9 nats; the deviation is that of a single token's",
-            "value, in units of the KL.",
-            "",
-            *_table(
-                ("", "bias", "deviation / KL", "as a loss, follows the gradient of", "in the reward, follows"),
-                [_measured(facts[name]) for name in (*ESTIMATORS, "exact")],
-            ),
-            "",
-            "`kl_gradient` chooses the gradient apart from the value: `reverse` (the default) and `forward` give the",
-            "gradient that they name with every estimator, `own` gives that of the table.",
-            "",
-            "## Over whole completions",
-            "",
-            f"Completions of up to {LENGTH} tokens with an end token, tokens of the policy. *Share* is how much of the",
-            "gradient of KL(policy‖ref) of the whole completion the term holds, *cosine* how well it points there,",
-            "*noise* how far the gradient of one completion scatters, in units of its mean.",
-            "",
-            *_table(
-                ("term", "follows", "share", "cosine", "noise"),
-                [_over_completions(name, measure(fields)) for name, fields in TERMS],
-            ),
-            "",
-            "Token-local terms hold the prefixes fixed: what a token does to the KL of later ones is left out.",
-            "`klamp explain` measures the same of your configuration.",
-            "",
-        )
-    )
+    headings = ("`kl_estimator`", "value", "bias", "noise", "as a loss, follows", "use")
+    return _table(headings, [_estimator(facts[name]) for name in (*ESTIMATORS, "exact")])
+
+
+def _terms() -> list[str]:
+    headings = ("term", "follows", "share", "cosine", "noise")
+    return _table(headings, [_over_completions(name, measure(fields)) for name, fields in TERMS])
 
 
 def measure(fields: Mapping[str, str]) -> ConfigFacts:
@@ -189,7 +153,7 @@ def newest_page() -> str:
 
 
 PAGES: Mapping[str, Callable[[], str]] = {
-    "estimators.md": estimators_page,
+    "which-kl.md": which_kl_page,
     "metrics.md": metrics_page,
     "alarms.md": alarms_page,
     "findings.md": findings_page,
@@ -202,30 +166,12 @@ def _kind(alarm: Alarm) -> str:
     return "**Note.** " if alarm.level == "note" else "**Alarm.** "
 
 
-def _definition(name: str) -> tuple[str, ...]:
-    row = ESTIMATORS[name]
-    sign = "≥ 0" if row.non_negative else "any"
-    return f"`{name}`", f"`{row.formula}`", row.bias, sign, f"{row.remark} ([source]({row.paper}))"
-
-
-def _exact_definition() -> tuple[str, ...]:
-    return (
-        "`exact`",
-        "`sum_v policy_v delta_v`",
-        "none, and no noise of its own: only the prefixes are sampled",
-        "≥ 0",
-        "where the logits of both models fit into memory",
-    )
-
-
-def _measured(facts: EstimatorFacts) -> tuple[str, ...]:
-    return (
-        f"`{facts.name}`",
-        facts.bias_text,
-        f"{facts.deviation:.2f}",
-        facts.as_loss.in_words,
-        facts.in_reward.in_words,
-    )
+def _estimator(facts: EstimatorFacts) -> tuple[str, ...]:
+    row = ESTIMATORS.get(facts.name)
+    formula, bias, use = (row.formula, row.bias, row.remark) if row else EXACT
+    if facts.bias_text != "unbiased":
+        bias = f"{bias}: {facts.bias_text}"
+    return f"`{facts.name}`", f"`{formula}`", bias, f"{facts.deviation:.2f}", facts.as_loss.in_words, use
 
 
 def _over_completions(name: str, facts: ConfigFacts) -> tuple[str, ...]:

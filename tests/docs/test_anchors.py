@@ -14,11 +14,11 @@ def fields_of(name: str) -> str:
 
 
 def table() -> str:
-    rows = [["`teacher_...`", *HAVE], ["---"] * (1 + len(HAVE))]
-    rows += [
-        [f"`{fields_of(name)}`", *("yes" if name in have else "refused" for have in HAVE.values())] for name in KINDS
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows: dict[str, list[str]] = {}
+    for name in KINDS:
+        trainers = ", ".join(trainer for trainer, have in HAVE.items() if name in have)
+        rows.setdefault(trainers, []).append(f"`{fields_of(name)}`")
+    return "\n".join(f"| {trainers} | {', '.join(fields)} |" for trainers, fields in rows.items())
 
 
 def test_the_page_has_the_list() -> None:

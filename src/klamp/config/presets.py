@@ -37,7 +37,7 @@ class Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
-    "recommended": Preset("docs/concepts"),
+    "recommended": Preset("docs/which-kl"),
     "exact-objective": Preset("docs/where-it-ends", {"beta": 0.01, "kl_placement": "reward", **_K1_OVER_SEQUENCES}),
     # The same optimum with the KL in the loss; kl_off_policy='sequence' makes it exact for several updates per rollout.
     "exact-objective-loss": Preset("docs/where-it-ends", {"beta": 0.01, "kl_horizon": "sequence"}),

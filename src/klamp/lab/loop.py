@@ -75,7 +75,7 @@ def compute_kl_divergence(policy_log_probs: LogProbs, ref_log_probs: LogProbs) -
         TensorError: no tensors of log-probabilities.
         ShapeError: the two differ in shape.
 
-    Source: the from-scratch guide (docs/sources.md); docs/estimators
+    Source: the from-scratch guide (docs/sources.md); docs/which-kl.md
     """
     check_tensors(FLOATS, policy_log_probs=policy_log_probs, ref_log_probs=ref_log_probs)
     everywhere = torch.ones_like(policy_log_probs, dtype=torch.bool)

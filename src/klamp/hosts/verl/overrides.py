@@ -148,7 +148,7 @@ def overrides(kl: KLConfig, teacher: TeacherConfig | None = None) -> list[str]:
     Raises:
         ConfigError: verl has no place for what is asked for; with the reason.
 
-    Source: the fields: verl's `ppo_trainer.yaml`; the cancelling: docs/which-kl.md, question 4
+    Source: the fields: verl's `ppo_trainer.yaml`; the cancelling: docs/which-kl.md
     """
     distilled = teacher if teacher is not None and teacher.there else None
     refuse([*host_refusals(kl, "verl"), *(teacher_refusals(distilled) if distilled else ())])
