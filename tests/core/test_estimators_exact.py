@@ -151,3 +151,8 @@ def test_what_is_no_log_probability_is_refused(form):
 def test_logits_of_a_vocabulary_are_refused_by_their_shape():
     with pytest.raises(ShapeError, match="the mask does not fit the values"):
         kl_penalty(logits(4, 3, 4, 7), logits(5, 3, 4, 7), torch.ones(3, 4, dtype=torch.bool))
+
+
+def test_logits_of_few_words_may_look_like_probabilities() -> None:
+    few = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    assert exact_kl(few, few).item() == 0

@@ -204,6 +204,9 @@ def test_entries_that_are_padding_duplicates_or_one_too_many():
     assert server_head(ids, torch.tensor([2, 5]), 3, kept).sum() == 6
     assert server_head(ids, torch.tensor([9, 1]), 2, kept).tolist() == [[True, False, True, False]] * 2
     assert server_head(ids, torch.tensor([0, 0]), 2, kept).sum(1).tolist() == [2, 2]
+    few, whole = torch.tensor([[1, 2, 3]]), torch.ones(1, 3, dtype=torch.bool)
+    assert server_head(few, torch.tensor([1]), 2, whole).tolist() == [[False, True, True]], "it came one too many"
+    assert server_head(few, torch.tensor([1]), 4, whole).all(), "it is among the likeliest"
 
 
 @pytest.mark.usefixtures("shapes_unchecked")

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from klamp.core.heads import tiles
 from klamp.core.heads.kl import linear_kl
 from klamp.core.heads.logprobs import linear_logprobs
+from klamp.errors import ShapeError
 
 # --- memory, counted and not measured: the same on every machine, with every allocator ------------------------------
 
@@ -91,3 +92,8 @@ def test_the_count_sees_a_matrix_of_logits() -> None:
     held = held_by("naive")
     assert held.largest == MATRIX
     assert 3 * MATRIX <= held.most < 3.1 * MATRIX, "logits, their log-softmax, and the gradient of one"
+
+
+def test_a_head_without_words_is_refused() -> None:
+    with pytest.raises(ShapeError, match="do not fit together"):
+        linear_logprobs(torch.ones(2, 4), torch.zeros(0, 4), torch.zeros(2, dtype=torch.long))

@@ -16,7 +16,7 @@ from klamp.config import KLConfig
 from klamp.config.loss import Price, price_at_distance
 from klamp.core.controllers import kl_schedule_factor
 from klamp.errors import ConfigError, KLWarning, NonFiniteError
-from klamp.hosts.common.control import KLControl, beta_metrics, go_on_from, held_kl, landing_beta
+from klamp.hosts.common.control import KLControl, beta_metrics, go_on_from, held_kl, landing_beta, mean_spread
 
 CONTROLLERS = ("fixed", "hold", "step", "proportional")
 
@@ -244,3 +244,8 @@ def test_a_controller_lands_there_once() -> None:
     for each in (control, again):
         each.update(0.1, metrics, 100 * GROUPS)
     assert control.beta(0, 1) == again.beta(0, 1) < 1.2 * price_at_distance(GROUPS, 4 * 0.05)
+
+
+def test_the_mean_spread_leaves_saturated_groups_out() -> None:
+    assert mean_spread(torch.tensor([[1.0, 1.0], [0.0, 2.0]])) == pytest.approx(math.sqrt(2))
+    assert mean_spread(torch.ones(2, 3)) is None

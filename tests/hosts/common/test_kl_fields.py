@@ -12,7 +12,16 @@ import pytest
 from klamp.config import KLConfig, KLWarning, TeacherConfig
 from klamp.config.kl import ALIASES
 from klamp.errors import ConfigError
-from klamp.hosts.common.kl_fields import KLFields, field_texts, kl_config, settle_fields, touched, warn_without_kl
+from klamp.hosts.common.kl_fields import (
+    PASSED,
+    KLFields,
+    field_texts,
+    kl_config,
+    settle_fields,
+    teacher_config,
+    touched,
+    warn_without_kl,
+)
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(KLConfig)}
 TAUGHT = {field.name: field.default for field in dataclasses.fields(TeacherConfig)}
@@ -83,3 +92,9 @@ def test_fields_without_a_beta_are_warned_of_and_a_monitor_is_not() -> None:
         warnings.simplefilter("error")
         warn_without_kl(KLConfig(beta=0.0, kl_monitor=True))
         warn_without_kl(KLConfig(beta=0.1))
+
+
+def test_a_teacher_is_the_one_that_is_named_else_the_model_that_is_passed() -> None:
+    for fields, name in (({"teacher_coef": 1.0}, PASSED), ({"teacher_coef": 1.0, "teacher_model": "x"}, "x")):
+        teacher = teacher_config(KLFields(**fields))
+        assert teacher is not None and teacher.teacher_model == name

@@ -66,7 +66,7 @@ def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
         raise unreadable("several W&B runs lie in one folder", path, why=folders, fix="name one of them")
     if runs:
         return logs.read_wandb(runs[0], names)
-    if (path / CONFIG).is_file() and (path / VERSIONS).is_file():
+    if (path / CONFIG).is_file() and (path / VERSIONS).is_file() and next(path.rglob("*.jsonl"), None) is None:
         what, why = (
             "a klamp run that has not finished a step",
             f"it has no {METRICS_FILE}: it was started a moment ago, ",
