@@ -103,7 +103,7 @@ def advantages_with_kl(
     divided by the group's standard deviation (in a saturated group beta drops out) and tokens are left out by their
     position only.
 
-    Source: arXiv:1909.08593; kl-placement and its failure with std-normalised advantages: docs/concepts
+    Source: arXiv:1909.08593; kl-placement and its failure with std-normalised advantages: docs/which-kl.md
     """
     kl = masked_sum(prepared.bounded, prepared.carried, -1)
     kl = kl if prepared.scored.weight is None else kl * prepared.scored.weight
