@@ -2,18 +2,24 @@
 
 Two tables of `which-kl.md` come from `klamp.core.estimators.ESTIMATORS` and `klamp.verify`, `metrics.md` from
 `klamp.doctor.metrics.METRICS`, `alarms.md` from `klamp.doctor.alarms.ALARMS`, and `findings.md` from
-`klamp.audit.verdict`; the table in `records/index.md` comes from `klamp.hosts.common.versions.HOSTS`. A test compares
-the committed pages with what this writes.
+`klamp.audit.verdict`; the table in `records/index.md` comes from `klamp.hosts.common.versions.HOSTS`, and the one of
+all options on a trainer's page from the fields of the configurations. A test compares the committed pages with what
+this writes.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from klamp.audit.verdict import findings_table
 from klamp.config import KLConfig, KLWarning, LossConfig
+from klamp.config.fields import HostLimit
+from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.doctor.alarm import Alarm, Limit
 from klamp.doctor.alarms import ALARMS
@@ -152,14 +158,51 @@ def newest_page() -> str:
     return "\n".join((head.rstrip("\n"), "", *_table(("package", "tried up to", "asked where"), rows), "", tail))
 
 
+OPTIONS, END = "<!-- options: written by docs/generate.py -->", "<!-- end of options -->"
+TRAINERS: Mapping[str, Sequence[Any]] = {
+    "trl": (KLConfig, TeacherConfig),
+    "unsloth": (KLConfig,),
+    "verl": (KLConfig, TeacherConfig),
+    "tinker": (KLConfig, TeacherConfig),
+}
+"""Trainer -> the configurations that it takes."""
+
+
+def options_page(host: str) -> str:
+    """The page of a trainer, with the table of what it refuses and warns about, and of all other fields."""
+    head, _, rest = (DOCS / f"{host}.md").read_text(encoding="utf-8").partition(OPTIONS)
+    named: dict[tuple[str, str], list[str]] = {}
+    for field in (field for config in TRAINERS[host] for field in fields(config)):
+        for limit in field.metadata.get("limits", ()):
+            if host in limit.hosts:
+                named.setdefault(("refused", _because(limit)), []).append(_limited(field.name, limit))
+        if host in field.metadata.get("ignored_by", ()):
+            named.setdefault(("no effect, with a warning", ""), []).append(f"`{field.name}`")
+    rows = [(", ".join(names), *what) for what, names in named.items()]
+    configs = " and ".join(f"`{config.__name__}`" for config in TRAINERS[host])
+    rows += [(f"every other field of {configs}", "as in klamp", "unless this page says otherwise")]
+    table = _table(("field", "what happens", "why, and what to do"), rows)
+    return "\n".join((head + OPTIONS, "", *table, "", END)) + rest.partition(END)[2]
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "which-kl.md": which_kl_page,
     "metrics.md": metrics_page,
     "alarms.md": alarms_page,
     "findings.md": findings_page,
     "records/index.md": newest_page,
+    **{f"{host}.md": partial(options_page, host) for host in TRAINERS},
 }
 """File under docs/ -> what writes it."""
+
+
+def _limited(name: str, limit: HostLimit) -> str:
+    """A field, with the values that a trainer refuses."""
+    return ", ".join(f"`{name}={value}`" for value in limit.values) if limit.values else f"`{name}`"
+
+
+def _because(limit: HostLimit) -> str:
+    return f"{limit.why}. {limit.fix[:1].upper()}{limit.fix[1:]}".rstrip(". ")
 
 
 def _kind(alarm: Alarm) -> str:

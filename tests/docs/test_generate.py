@@ -19,7 +19,11 @@ def generate() -> ModuleType:
     return load("generate")
 
 
-@pytest.mark.parametrize("file", ["which-kl.md", "metrics.md", "alarms.md", "records/index.md"])
+GENERATED = ("which-kl.md", "metrics.md", "alarms.md", "records/index.md")
+TRAINERS = ("trl.md", "unsloth.md", "verl.md", "tinker.md")
+
+
+@pytest.mark.parametrize("file", [*GENERATED, *TRAINERS])
 def test_the_committed_page_is_up_to_date(file: str, generate: ModuleType) -> None:
     written = (DOCS / file).read_text(encoding="utf-8")
     assert written == generate.PAGES[file](), f"run: python docs/generate.py (docs/{file} is not what its table says)"

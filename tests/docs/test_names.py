@@ -1,23 +1,18 @@
 """What the pages name is there: modules and functions by their dotted names, files by their paths, links by anchors.
 
-The build checks links between pages; this checks what stands in plain text, which is what a move leaves behind; and
-that the page of a host says of every field of the configuration what the host does with it.
+The build checks links between pages; this checks what stands in plain text, which is what a move leaves behind.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from dataclasses import fields
-from fnmatch import fnmatch
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from tests.docs.pages import DOCS, ROOT
-
-from klamp.config import KLConfig
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.*"), *DOCS.rglob("*.md")])
 SOURCES = sorted(
@@ -57,11 +52,3 @@ def test_every_name_and_path_exists(file: Path) -> None:
     assert [name for name in sorted({*DOTTED.findall(text)}) if not is_there(name)] == []
     paths = {*PATHS.findall(text)} - FOREIGN
     assert [path for path in sorted(paths) if not (ROOT / path).exists() and not (ROOT / f"{path}.md").exists()] == []
-
-
-@pytest.mark.parametrize("host", ["trl", "verl"])  # Unsloth's page lists what differs from TRL's
-def test_every_field_stands_in_the_table_of_options(host: str) -> None:
-    page = (DOCS / f"{host}.md").read_text(encoding="utf-8")
-    table = page.partition("## Every option\n")[2].partition("\n## ")[0]
-    named = re.findall(r"`([\w*]+)(?:=[^`]*)?`", table)
-    assert [each.name for each in fields(KLConfig) if not any(fnmatch(each.name, name) for name in named)] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ BETA, COEF = 0.2, 0.3
 AVERAGES = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum": "sequence_sum"}
 MODEL = "/models/teacher"
 FORWARD = "teacher_estimator=topk,teacher_direction=forward"
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "verl.md"
 OWN = ("kl", "abs", "k2", "k3", "forward_kl_topk")
 
 
@@ -248,10 +246,23 @@ def test_several_teachers_come_back() -> None:
     assert "/models/a, /models/it's" in term.term
 
 
-ROWS = re.findall(r"^\|[^|]*\|[^|]*\| `([\w/.]+):(\d+)` \| `([^`]+)` \|$", PAGE.read_text(encoding="utf-8"), re.M)
+FORBIDDEN = [
+    ("experimental/teacher_loop/teacher_model.py", 85, "teacher_model_config.model_path"),
+    ("experimental/agent_loop/agent_loop.py", 1048, "sequence_ids=prompt_ids + response_ids"),
+    ("experimental/teacher_loop/teacher_manager.py", 55, '"prompt_logprobs": num_logprobs'),
+    ("trainer/distillation/losses.py", 142, "fsdp_losses.compute_forward_kl_topk"),
+    ("workers/rollout/vllm_rollout/utils.py", 560, "if rank > num_prompt_logprobs"),
+    ("workers/engine/fsdp/transformer_impl.py", 1540, "if not distillation_only"),
+    ("trainer/distillation/losses.py", 283, "advantages=-distillation_losses.detach()"),
+    ("trainer/distillation/losses.py", 93, "if loss_name not in DISTILLATION_LOSS_REGISTRY"),
+    ("workers/engine_workers.py", 640, "distillation_ppo_loss, config=actor_config"),
+    ("trainer/distillation/losses.py", 212, "policy_loss = 0.0"),
+    ("experimental/teacher_loop/teacher_manager.py", 54, '"temperature": 1.0'),
+]
+"""What verl does not let in: file, line, and what stands there."""
 
 
-@pytest.mark.parametrize(("file", "number", "text"), ROWS)
-def test_the_page_names_the_line_of_verl_that_forbids_it(file: str, number: str, text: str) -> None:
+@pytest.mark.parametrize(("file", "number", "text"), FORBIDDEN)
+def test_a_line_of_verl_that_forbids_a_teacher_is_still_there(file: str, number: int, text: str) -> None:
     lines = (Path(verl.__file__).parent / file).read_text(encoding="utf-8").splitlines()
-    assert text in lines[int(number) - 1]
+    assert text in lines[number - 1]
