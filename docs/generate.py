@@ -115,10 +115,10 @@ def metrics_page() -> str:
         "# Metrics",
         "",
         NOTICE,
-        "What a run logs to `metrics.jsonl` and to the trackers. `grpo_loss`, `klamp.tinker`, `klamp.trl`, `klamp train` and the",
-        "reports use these names. Each number covers the global batch of a step, however the batch is split: nats/token is",
-        "a mean over tokens (for `kl/...`, over the KL's tokens), nats/sequence a mean over completions. An arrow shows the",
-        "good direction. Evaluations are `eval/SKILL`.",
+        "What a run logs to `metrics.jsonl` and to the trackers. `grpo_loss`, `klamp.tinker`, `klamp.trl`, `klamp",
+        "train` and the reports use these names. Each number covers the global batch of a step, however the batch",
+        "is split: nats/token is a mean over tokens (for `kl/...`, over the KL's tokens), nats/sequence a mean over",
+        "completions. An arrow shows the good direction. Evaluations are `eval/SKILL`.",
         "",
         *_table(
             ("metric", "unit", "meaning"),
@@ -127,8 +127,9 @@ def metrics_page() -> str:
         "",
         "## Other names",
         "",
-        "What `klamp doctor` and `klamp report` read in other trainers' logs, and in brackets the version: klamp's name, then theirs.",
-        "A KL that is named a k3 and falls below 0 is read as a k1. The doctor says why a KL is not read.",
+        "What `klamp doctor` and `klamp report` read in other trainers' logs: klamp's name, then theirs; in",
+        "brackets the version. A KL that is named a k3 and falls below 0 is read as a k1. The doctor says why a KL",
+        "is not read.",
         "",
     ]
     return "\n".join([*parts, *(_names_of(trainer, logs) for trainer, logs in LOGS.items()), ""])
@@ -151,10 +152,11 @@ def alarms_page() -> str:
         "# Alarms",
         "",
         NOTICE,
-        "What [`klamp doctor`](doctor.md) looks for, and what `klamp train` watches after every step. The doctor prints what an alarm",
-        "means, the likely cause and every next step. A *note* fails no check and is not shown during a run; `--fail-on` and",
-        "`--stop-on` accept notes, too. A limit on a sampled value has a margin for the number of samples. How often",
-        "alarms rise by chance: [counts](records/index.md#the-doctor-and-the-kills).",
+        "What [`klamp doctor`](doctor.md) looks for, and what `klamp train` watches after every step. The doctor",
+        "prints what an alarm means, the likely cause and every next step. A *note* fails no check and is not shown",
+        "during a run; `--fail-on` and `--stop-on` accept notes, too. A limit on a sampled value has a margin for",
+        "the number of samples. How often alarms rise by chance:",
+        "[counts](records/index.md#the-doctor-and-the-kills).",
         "",
         *_table(("alarm", "what it means", "main limit", "what to do first"), map(_alarm, ALARMS.values())),
     ]
@@ -177,7 +179,7 @@ def _limit(limits: Sequence[Limit]) -> str:
 def findings_page() -> str:
     """The page on the findings of `klamp.check`: a line for each, by level."""
     parts = ["# Findings of klamp.check", "", NOTICE]
-    parts += ["The codes of [klamp.check](check.md) and `klamp audit`; a verdict fills the braces and adds the numbers and the fix."]
+    parts += ["The codes of [klamp.check](check.md) and `klamp audit`; a verdict fills the braces and adds the fix."]
     for level in LEVELS:
         lines = [f"- `{code}`: {_plain(row)}." for code, row in findings_table().items() if row["level"] == level]
         parts += ["", f"## {level.capitalize()}", "", *lines]
@@ -185,7 +187,7 @@ def findings_page() -> str:
 
 
 def _plain(row: Mapping[str, str]) -> str:
-    """The sentence of a finding, with the names of its numbers instead of their formats, and without asides of numbers."""
+    """The sentence of a finding with the names of its numbers, not their formats, and without numbers in brackets."""
     text = re.sub(r"{(\w+)[^}]*}", r"{\1}", row.get("about", row["what"]))
     text = re.sub(r" \([^()]*{[^()]*\)|(?<=[\w)}]){\w+}$|: {what}$", "", text)
     return text.replace("*", "\\*").replace("[", "\\[")
