@@ -9,6 +9,7 @@ this writes.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -16,14 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from klamp.audit.verdict import findings_table
+from klamp.audit.verdict import LEVELS, findings_table
 from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.config.fields import HostLimit
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.doctor.alarm import Alarm, Limit
 from klamp.doctor.alarms import ALARMS
-from klamp.doctor.metrics import LOGS, METRICS, MetricRow
+from klamp.doctor.metrics import LOGS, METRICS, Logs, MetricRow
 from klamp.hosts.common.versions import HOSTS
 from klamp.verify.explain import ConfigFacts, measure_config
 from klamp.verify.oracle import IN_WORDS
@@ -31,6 +32,8 @@ from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
 
 DOCS = Path(__file__).resolve().parent
 
+FEW = 8
+"""Words that what to do first has at least, if the next step has so many."""
 NOTICE = "<!-- Written by docs/generate.py; change the table that it is made from, not this page. -->\n"
 
 TERMS: Sequence[tuple[str, Mapping[str, str]]] = (
@@ -77,77 +80,87 @@ def measure(fields: Mapping[str, str]) -> ConfigFacts:
 
 
 def metrics_page() -> str:
-    """The page on the metrics: a table, and a list of other names per trainer."""
+    """The page on the metrics: a row per metric, and a line per trainer with its names."""
     parts = [
         "# Metrics",
         "",
         NOTICE,
-        "What a run logs to `metrics.jsonl` and to the trackers, over the whole global batch of a step whichever way",
-        "it was split; evaluations are `eval/SKILL`. An arrow says which direction is good, where there is one.",
-        "`grpo_loss`, `klamp.tinker`, `klamp.trl`, `klamp train` and the reports all use these names.",
+        "What a run logs to `metrics.jsonl` and to the trackers. `grpo_loss`, `klamp.tinker`, `klamp.trl`, `klamp",
+        "train` and the reports use these names. Each number covers the global batch of a step, however the batch",
+        "is split: nats/token is a mean over tokens (for `kl/...`, over the KL's tokens), nats/sequence a mean over",
+        "completions. An arrow shows the good direction. Evaluations are `eval/SKILL`.",
         "",
         *_table(
-            ("metric", "unit", "taken over", "what it says"),
-            ((f"`{row.name}`", _unit(row), row.reduction, row.text) for row in METRICS.values()),
+            ("metric", "unit", "meaning"),
+            ((f"`{row.name}`", _unit(row), row.text) for row in METRICS.values()),
         ),
         "",
         "## Other names",
         "",
-        "What `klamp doctor` and `klamp report` read in other trainers' logs: klamp's name, which says the estimator,",
-        "its unit, and what is called so, as it stands in the source that is named. A KL that is called a k3 and is",
-        "below 0 somewhere is read as a k1.",
+        "What `klamp doctor` and `klamp report` read in other trainers' logs: klamp's name, then theirs; in",
+        "brackets the version. A KL that is named a k3 and falls below 0 is read as a k1. The doctor says why a KL",
+        "is not read.",
         "",
     ]
-    for host, logs in LOGS.items():
-        theirs: dict[str, list[str]] = {}
-        for name, ours in logs.names.items():
-            theirs.setdefault(ours, []).append(f"`{name}`")
-        parts += [f"### {host}", "", f"Source: {logs.source}.", ""]
-        parts += [f"- `{ours}` ({METRICS[ours].unit}): {', '.join(found)}" for ours, found in theirs.items()]
-        parts += [f"- not read: `{name}`, {what}" for name, what in logs.other_kl.items()]
-        parts += [""]
-    return "\n".join(parts)
+    return "\n".join([*parts, *(_names_of(trainer, logs) for trainer, logs in LOGS.items()), ""])
+
+
+def _names_of(trainer: str, logs: Logs) -> str:
+    """One line: klamp's name, theirs; and the names of KLs that are not read."""
+    read = dict[str, list[str]]()
+    for theirs, ours in logs.names.items():
+        read.setdefault(ours, []).append(f"`{theirs}`")
+    source = re.split("[,;:(]", logs.source)[0].strip().removeprefix(f"{trainer} ")
+    text = "; ".join(f"`{ours}`: {', '.join(theirs)}" for ours, theirs in read.items())
+    unread = ", ".join(f"`{theirs}`" for theirs in logs.other_kl)
+    return f"- **{trainer}** ({source}): {text}." + f" Not read: {unread}." * bool(unread)
 
 
 def alarms_page() -> str:
-    """The page on the alarms: what each finds, what that comes from, what to do, where its thresholds come from."""
+    """The page on the alarms: a row for each with what it finds, from where on, and what to do first."""
     parts = [
         "# Alarms",
         "",
         NOTICE,
-        "What [`klamp doctor`](doctor.md) looks for, and what `klamp train` watches after every step. A *note* is",
-        "information: it fails no check and is not shown during a run; `--fail-on` and `--stop-on` take its name too.",
-        "Brackets say where a threshold comes from. A limit on a sampled value has a margin for the number of samples:",
-        "standard errors by the curve's own scatter, more of few steps (Student's t), or by the tokens of a step.",
-        "How often each rises by chance: [counts](records/index.md#the-doctor-and-the-kills).",
-        "The doctor lists the alarms that it could not check, with the missing columns.",
+        "What [`klamp doctor`](doctor.md) looks for, and what `klamp train` watches after every step. The doctor",
+        "prints what an alarm means, the likely cause and every next step. A *note* fails no check and is not shown",
+        "during a run; `--fail-on` and `--stop-on` accept notes, too. A limit on a sampled value has a margin for",
+        "the number of samples. How often alarms rise by chance:",
+        "[counts](records/index.md#the-doctor-and-the-kills).",
         "",
+        *_table(("alarm", "what it means", "main limit", "what to do first"), map(_alarm, ALARMS.values())),
     ]
-    return "\n".join([*parts, *_alarms(ALARMS.values())])
+    return "\n".join([*parts, ""])
 
 
-def _alarms(alarms: Iterable[Alarm]) -> list[str]:
-    parts: list[str] = []
-    for alarm in alarms:
-        parts += [f"## {alarm.name}", "", f"{_kind(alarm)}{alarm.text}. {alarm.means}", ""]
-        parts += [f"*Next step:* {alarm.next_step}", ""]
-        if alarm.limits:
-            parts += ["*Thresholds:*", "", *(f"- {_limit(limit)}" for limit in alarm.limits), ""]
-    return parts
+def _alarm(alarm: Alarm) -> tuple[str, ...]:
+    level = " (note)" if alarm.level == "note" else ""
+    first, *rest = re.split(r"(?<=\.) ", alarm.next_step)
+    while rest and len(first.split()) < FEW:
+        first = f"{first} {rest.pop(0)}"
+    return f'<a id="{alarm.name}"></a>`{alarm.name}`{level}', alarm.text, _limit(alarm.limits), first
+
+
+def _limit(limits: Sequence[Limit]) -> str:
+    """The first limit, without where it comes from (in brackets) and without what follows a semicolon."""
+    return "; ".join(re.sub(r" \([^;]*\)|[;:].*", "", f"{limit.value:g} {limit.text}") for limit in limits[:1])
 
 
 def findings_page() -> str:
-    """The page on the findings of `klamp.check`."""
-    table = findings_table()
-    rows = [(f"`{code}`", x["level"], _plain(x["what"]), _plain(x.get("fix", ""))) for code, x in table.items()]
+    """The page on the findings of `klamp.check`: a line for each, by level."""
     parts = ["# Findings of klamp.check", "", NOTICE]
-    parts += ["As [klamp.check](check.md) prints them. Braces stand for a number."]
-    return "\n".join([*parts, "", *_table(("code", "level", "finding", "fix"), rows), ""])
+    parts += ["The codes of [klamp.check](check.md) and `klamp audit`; a verdict fills the braces and adds the fix."]
+    for level in LEVELS:
+        lines = [f"- `{code}`: {_plain(row)}." for code, row in findings_table().items() if row["level"] == level]
+        parts += ["", f"## {level.capitalize()}", "", *lines]
+    return "\n".join([*parts, ""])
 
 
-def _plain(text: str) -> str:
-    """A text as a cell of a table."""
-    return text.replace("|", "\\|").replace("*", "\\*").replace("[", "\\[")
+def _plain(row: Mapping[str, str]) -> str:
+    """The sentence of a finding with the names of its numbers, not their formats, and without numbers in brackets."""
+    text = re.sub(r"{(\w+)[^}]*}", r"{\1}", row.get("about", row["what"]))
+    text = re.sub(r" \([^()]*{[^()]*\)|(?<=[\w)}]){\w+}$|: {what}$", "", text)
+    return text.replace("*", "\\*").replace("[", "\\[")
 
 
 def newest_page() -> str:
@@ -205,10 +218,6 @@ def _because(limit: HostLimit) -> str:
     return f"{limit.why}. {limit.fix[:1].upper()}{limit.fix[1:]}".rstrip(". ")
 
 
-def _kind(alarm: Alarm) -> str:
-    return "**Note.** " if alarm.level == "note" else "**Alarm.** "
-
-
 def _estimator(facts: EstimatorFacts) -> tuple[str, ...]:
     row = ESTIMATORS.get(facts.name)
     formula, bias, use = (row.formula, row.bias, row.remark) if row else EXACT
@@ -228,10 +237,6 @@ def _over_completions(name: str, facts: ConfigFacts) -> tuple[str, ...]:
         f"{pull.cosine_reverse:.2f}",
         f"{facts.noise:.1f}",
     )
-
-
-def _limit(limit: Limit) -> str:
-    return f"{limit.value:g} {limit.text}"
 
 
 def _unit(row: MetricRow) -> str:

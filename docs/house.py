@@ -100,22 +100,24 @@ def table(found: House) -> str:
     for row in found.layers:
         for room in row:
             kind = " (laboratory)" if room in found.laboratory else ""
-            lines.append(f"- `{room}`{kind}: {first_line(room)}")
-            lines += [f"    - `{inner}`: {first_line(inner)}" for inner in folders(room)]
+            inside = ", ".join(f"`{inner}`" for inner in folders(room))
+            lines.append(f"- `{room}`{kind}: {first_line(room)}" + f" [{inside}]" * bool(inside))
     return "\n".join(lines)
 
 
 def folders(room: str) -> list[str]:
-    """The packages inside a room, as paths from src/klamp."""
+    """The packages inside a room, as paths from there."""
     inside = sorted((SOURCE / room).rglob("__init__.py"))
-    return [str(path.parent.relative_to(SOURCE)) for path in inside if path.parent != SOURCE / room]
+    return [str(path.parent.relative_to(SOURCE / room)) for path in inside if path.parent != SOURCE / room]
 
 
 def first_line(room: str) -> str:
-    """The first sentence or so of a room's docstring."""
+    """The beginning of a room's docstring, up to a colon or a semicolon that two words or more stand before."""
     file = SOURCE / room / "__init__.py" if (SOURCE / room).is_dir() else SOURCE / f"{room}.py"
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split("\n\n")[0].split())
+    line = " ".join(text.split("\n\n")[0].split())
+    start = re.split("[:;]", line)[0]
+    return (start if len(start.split()) > 2 else line).rstrip(".")
 
 
 def with_table(page: str, rows: str) -> str:

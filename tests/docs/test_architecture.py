@@ -55,7 +55,8 @@ def test_the_picture_shows_the_layers_of_the_contract_in_their_order() -> None:
 
 
 def test_the_list_has_every_folder_of_the_source_and_no_other() -> None:
-    named = set(re.findall(r"^ *- `([\w/]+)`(?: \(laboratory\))?: ", PAGE.partition("<!-- end of rooms")[0], re.M))
+    rows = re.findall(r"^- `(\w+)`(?: \(laboratory\))?: [^\[\n]*(.*)$", PAGE.partition("<!-- end of rooms")[0], re.M)
+    named = {room for room, _ in rows} | {f"{room}/{inner}" for room, x in rows for inner in re.findall("`(.+?)`", x)}
     folders = {str(path.parent.relative_to(SOURCE)) for path in SOURCE.rglob("__init__.py")} - {"."}
     modules = {path.stem for path in SOURCE.glob("[a-z]*.py")}
     assert named == folders | modules

@@ -106,7 +106,7 @@ def _below_zero(history: History, name: str) -> Evidence | None:
     limits=(K3_FAR, FAR_AT_ONCE),
     means="Both estimate the same KL. k3 grows with ref/policy, so a few tokens that the reference finds far likelier "
     "dominate it: padding or masked tokens, a shift by one, or a vocabulary that the policy has cut.",
-    do="Look at the tokens named here. If they are padding, end tokens or always at the same place, fix the mask; if "
+    do="Look at the tokens to blame. If they are padding, end tokens or always at the same place, fix the mask; if "
     "they are real, set kl_max_log_ratio or measure the exact KL.",
 )
 def k3_far_above_k1(history: History) -> Evidence | None:
@@ -133,7 +133,7 @@ def k3_far_above_k1(history: History) -> Evidence | None:
     limits=(SPIKE, SPIKE_FLOOR),
     means="If the KL stays high, an update moved the policy far: learning rate, extreme rewards or advantages, or no "
     "gradient clipping. If it is back in the next step, a few tokens caused most of it.",
-    do="Look at the tokens named here and at the step's rewards; if these fell, go back to an earlier checkpoint. If "
+    do="Look at the tokens to blame and at the step's rewards; if these fell, go back to an earlier checkpoint. If "
     "the KL stays high, lower the learning rate or max_grad_norm, or raise beta.",
 )
 def kl_spike(history: History) -> Evidence | None:
