@@ -200,7 +200,6 @@ LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"],
         ({"kl_normalizer": "token_mean", "loss_type": "bnpo"}, "each micro-batch"),
         ({"reference": "frozen", "sync_ref_model": True}, "then moves the reference"),
         ({"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}, "cancels beta"),
-        ({"kl_placement": "advantage", "kl_estimator": "k1", "off_policy_mask_threshold": 0.1}, "sign of its"),
         ({"kl_placement": "advantage", "kl_estimator": "k1", "loss_type": "vespo"}, "sign of its"),
     ],
 )
