@@ -197,6 +197,22 @@ def test_a_teacher_at_a_server_has_the_numbers_of_a_local_one(
     assert texts and ("the days" in texts[0][1]) == bool(column)
 
 
+@pytest.mark.parametrize("where", ["a server", "memory"])
+def test_another_teacher_is_noticed_at_a_resume(base: Any, teacher: Any, tmp_path: Path, where: str) -> None:
+    """At the same address, or passed as the same argument; with a KL field of the reference or without."""
+    server = VLLMServer(teacher, tokenizer(), names=("teacher",), longest=64)
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "teacher_estimator": "k3"}
+    with answering(server.answer) as url:
+        place, model = ({"teacher_url": url}, None) if where == "a server" else ({}, teacher)
+        made(base, model, tmp_path, **options | place | {"max_steps": 1}).train()
+        newest = str(tmp_path / "checkpoint-1")
+        made(base, model, tmp_path, **options | place).train(resume_from_checkpoint=newest)
+        server.model = other = noisy(teacher)
+        again = made(base, model and other, tmp_path, **options | place)
+        with pytest.raises(ConfigError, match="the teacher is another one than it was"):
+            again.train(resume_from_checkpoint=newest)
+
+
 class Forbidding(VLLMServer):
     """Gives no token but the end of a text a probability, and writes that as vLLM does."""
 

@@ -220,7 +220,7 @@ class KLMixin(HostTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        save_state(self, trial)
+        save_state(self, trial, teacher.fingerprint(self))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Moments and step are the checkpoint's, the learning rate the one asked for, unless groups have their own."""
@@ -229,4 +229,4 @@ class KLMixin(HostTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if isinstance(schedule, LambdaLR) and len(rates) == 1:
             go_on_from(schedule, schedule.last_epoch, *rates)
-        load_state(self, checkpoint)
+        load_state(self, checkpoint, teacher.fingerprint(self))
