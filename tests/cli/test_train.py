@@ -164,7 +164,7 @@ def test_the_reference_in_words(flags: list[str], text: str) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "beta"),
-    [([], 0.0), (["--beta", "0.01"], 0.01), (["--kl_coef", "0.2"], 0.2), (["--preset", "grpo"], 0.04)],
+    [([], 0.0), (["--beta", "0.01"], 0.01), (["--kl_coef", "0.2"], 0.2), (["--preset", "frpo"], 0.01)],
 )
 def test_beside_reward_none_beta_is_0_unless_it_is_set(flags: list[str], beta: float) -> None:
     config = parse_train(["--teacher_model", "x", "--reward", "none", *flags])[0]

@@ -161,7 +161,7 @@ def test_the_same_loss_and_gradient(trainer: Any, base: Any, name: str, monkeypa
 MASKS: dict[str, dict[str, Any]] = {
     "token mask": {"mode": "token_mask", "high": 1.1},
     "token mask, low": {"mode": "token_mask", "low": 0.9, "high": None},
-    "sequence mask": {"mode": "sequence_mask", "high": 0.9},
+    "sequence mask": {"mode": "sequence_mask", "high": 0.7},
     "truncated": {"mode": "token_truncate", "high": 1.1},
     "completions": {"threshold": 0.01},
     "tokens and completions": {"mode": "token_mask", "high": 1.1, "threshold": 0.01},

@@ -137,6 +137,19 @@ def test_it_is_divided_as_the_loss_type_divides(base: Any, teacher: Any, tmp_pat
     torch.testing.assert_close(loss.detach(), expected.loss.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("placement", ["loss", "advantage"])
+def test_its_warm_up_is_in_the_loss(base: Any, teacher: Any, tmp_path: Path, placement: str) -> None:
+    """A quarter of the pull after one of four steps, and all of it after four."""
+    options: dict[str, Any] = {"teacher_warmup_steps": 4, "teacher_placement": placement, "teacher_estimator": "k1"}
+    trainer, gradients = made(base, teacher, tmp_path, **options), []
+    inputs = generated(trainer)
+    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+    for trainer.state.global_step in (0, 1, 4):
+        gradients.append(gradient_of(trainer, trainer.compute_loss(trainer.model, inputs)))
+    assert not gradients[0].any() and gradients[2].norm() > 1e-3
+    assert_same_gradient(4 * gradients[1], gradients[2])
+
+
 def assert_same_gradient(found: torch.Tensor, expected: torch.Tensor) -> None:
     """To 1e-5 of the largest entry: a float32 sum over tokens is right to some eps of that, not of each entry."""
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

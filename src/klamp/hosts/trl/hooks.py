@@ -92,7 +92,7 @@ class LossHook:
             keeps = keeps & trainer.get_off_policy_mask(given, policy, sampler, batch.mask, threshold)
         inputs["importance_sampling_ratio"] = torch.where(keeps, ratio, own)  # TRL's factor of both
         less = advantages_less_kl(replace(batch, advantages=torch.zeros_like(batch.advantages)), self.terms)
-        return torch.where(keeps, given, 0.0) + less * torch.where(keeps, own / ratio, 1.0)
+        return torch.where(keeps, given, 0.0) + less.view(len(given), -1) * torch.where(keeps, own / ratio, 1.0)
 
     @contextmanager
     def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[None]:
