@@ -82,17 +82,17 @@ class LossHook:
         """The advantages less the KL. What TRL masks loses its reward, and keeps the KL with its own token's weight."""
         ratio = inputs.get("importance_sampling_ratio")
         masks = ratio is not None and trainer.vllm_importance_sampling_mode.endswith("mask")
-        policy, given = batch.policy_logprobs.detach(), batch.advantages
-        given, old = given.view(len(given), -1), policy if batch.old_logprobs is None else batch.old_logprobs
+        policy, rewards = batch.policy_logprobs.detach(), batch.advantages
+        rewards, old = rewards.view(len(rewards), -1), policy if batch.old_logprobs is None else batch.old_logprobs
         ratio = torch.ones_like(policy) if ratio is None else ratio
         own = masked_log_ratio(old, cast(Tensor, batch.logprobs_of("sampler")), batch.mask).exp() if masks else ratio
         keeps = ratio > 0
         if threshold is not None:
             sampler = self.inputs.get("sampling_per_token_logps", old)
-            keeps = keeps & trainer.get_off_policy_mask(given, policy, sampler, batch.mask, threshold)
+            keeps = keeps & trainer.get_off_policy_mask(rewards, policy, sampler, batch.mask, threshold)
         inputs["importance_sampling_ratio"] = torch.where(keeps, ratio, own)  # TRL's factor of both
         less = advantages_less_kl(replace(batch, advantages=torch.zeros_like(batch.advantages)), self.terms)
-        return torch.where(keeps, given, 0.0) + less.view(len(given), -1) * torch.where(keeps, own / ratio, 1.0)
+        return torch.where(keeps, rewards, 0.0) + less.view(len(rewards), -1) * torch.where(keeps, own / ratio, 1.0)
 
     @contextmanager
     def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[None]:
