@@ -13,6 +13,7 @@ from tests.training.conftest import TINY, llama, rows_of, scores_of, stored  # n
 
 from klamp.cli import main
 from klamp.cli.evaluate import find_subject, run
+from klamp.errors import KLWarning
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 
@@ -85,6 +86,23 @@ def test_another_task_brings_its_own_reward(trained, tmp_path) -> None:
     assert (same.task.reward, same.task.eval_size) == (TINY["reward"], 3)
     found = as_json("--checkpoint", str(trained), "--task", str(data), "--reward", "exact_match")
     assert list(found["scores"]) == ["task"] and found["kl/reverse"] > 0
+
+
+def test_the_kl_to_the_runs_teacher(trained, llama, tmp_path, capsys) -> None:  # noqa: F811
+    """0 to itself, that to the start where that is the teacher; a teacher that is gone is named."""
+    folder = tmp_path / "taught"
+    shutil.copytree(trained, folder)
+    text, own = (folder / "config.yaml").read_text(), str(folder / "checkpoints" / "step-000004")
+    measured = []
+    for teacher in (own, llama, "gone/DIR"):
+        (folder / "config.yaml").write_text(text.replace("teacher_model: null", f"teacher_model: {teacher}"))
+        with pytest.warns(KLWarning, match="not measured") if teacher == "gone/DIR" else contextlib.nullcontext():
+            measured.append(as_json("--checkpoint", str(folder)))
+    assert measured[0]["teacher/kl"] == pytest.approx(0, abs=1e-7) and "teacher/kl" not in measured[2]
+    assert measured[1]["teacher/kl"] == pytest.approx(measured[1]["kl/reverse"], rel=0.3)
+    (folder / "config.yaml").write_text(text.replace("teacher_model: null", f"teacher_model: {llama}"))
+    assert main(["evaluate", "--checkpoint", str(folder)]) == 0
+    assert f"KL(policy‖teacher): {measured[1]['teacher/kl']:.4g} nats per token" in capsys.readouterr().out
 
 
 def test_what_it_prints(trained, capsys) -> None:

@@ -154,6 +154,17 @@ def test_the_reference_in_words(flags: list[str], text: str) -> None:
     assert settings(parse_train(flags)[0])["reference"].startswith(text)
 
 
+@pytest.mark.parametrize(
+    ("flags", "beta"),
+    [([], 0.0), (["--beta", "0.01"], 0.01), (["--kl_coef", "0.2"], 0.2), (["--preset", "frpo"], 0.01)],
+)
+def test_beside_reward_none_beta_is_0_unless_it_is_set(flags: list[str], beta: float) -> None:
+    config = parse_train(["--teacher_model", "x", "--reward", "none", *flags])[0]
+    assert config.kl.beta == beta
+    assert ("reward none is the teacher alone" in settings(config)["beta"]) == (beta == 0)
+    assert parse_train(["--teacher_model", "x"])[0].kl.beta == 0.01, "a reward is there"
+
+
 def test_the_configuration_is_yaml_and_the_run_it_describes(folder: Path) -> None:
     argv = ["--preset", "dapo", "--beta", "0.1", "--target_kl", "0.2", "--report_to", "--kl_exclude_tokens", "1", "2"]
     printed = plan(*argv).partition("as a YAML file takes it")[2].partition("\n\n")[2]

@@ -28,6 +28,7 @@ def test_a_teacher_that_is_not_reached() -> None:
     assert not rises("teacher-not-reached", teacher__kl=[0.5] * 49, teacher__coef=[1.0] * 49), "too early"
     assert rises("teacher-not-reached", teacher__kl=[0.051] * 60, **coef)
     assert not rises("teacher-not-reached", teacher__kl=[0.049] * 60, **coef), "near enough"
+    assert rises("teacher-not-reached", teacher__kl=[0.5] * 60, **coef, beta=[0.01] * 60), "too small to hold it"
     for other in ({"reward_std": [0.3] * 60}, {"beta": [0.1] * 60}, {"teacher__coef": [1.0] * 59 + [0.0]}):
         assert not rises("teacher-not-reached", teacher__kl=[0.5] * 60, **coef | other), "something else is trained on"
 

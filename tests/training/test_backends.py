@@ -48,7 +48,7 @@ NOT_ALONE = [
     ("verl", {"kl_estimator": "exact"}, "no logits"),
     ("verl", {"teacher_url": "http://there:8000"}, "teacher_url='http://there:8000' cannot be honoured by verl"),
     ("verl", {"teacher_model": "there", "temperature": 0.7}, "the engine of verl's teacher"),
-    ("verl", {"teacher_model": "there", "reward": "none"}, "leaves out its policy loss"),
+    ("verl", {"teacher_model": "there", "reward": "none", "beta": 0.01}, "leaves out its policy loss"),
     ("trl", {"kl_early_stop": 0.1, "num_iterations": 2}, "cannot be honoured by TRL"),
     ("trl", {"reference": "remote", "reference_url": "http://there:8000"}, "cannot be honoured by TRL"),
     ("trl", {"teacher_kind": "ema"}, "cannot be honoured by TRL"),

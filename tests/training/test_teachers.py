@@ -19,9 +19,9 @@ from transformers import GenerationConfig
 from klamp.core.objective import grpo_loss
 from klamp.doctor.metrics import settings_of_run
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, TrainingStopped
+from klamp.hosts.common.anchors import check_same
 from klamp.lab.backends import train_run
 from klamp.lab.checkpoint import check_resume
-from klamp.lab.evaluation import check_same
 from klamp.lab.folders import lines_of
 from klamp.lab.models import load_model
 from klamp.lab.rollouts import collect
@@ -280,11 +280,11 @@ def test_a_resume_with_another_teacher_is_refused(config_of, teacher, llama, tmp
     with pytest.raises(ConfigError, match="cannot change teacher_model"):
         check_resume(other, tmp_path / "run")
     before = {"teacher": [-1.0, -2.0], "task": "a"}
-    check_same(before, {"teacher": [-1.001, -2.0]}, checkpoint=tmp_path)
+    check_same(before, {"teacher": [-1.001, -2.0]}, instead="begin anew")
     for now in ({"teacher": [-1.0, -3.0]}, {"teacher": [-1.0]}):
         with pytest.raises(ConfigError, match="the teacher is another one than it was") as caught:
-            check_same(before, now, checkpoint=tmp_path)
-        assert "klamp train --model" in caught.value.fix
+            check_same(before, now, instead="begin anew")
+        assert "or begin anew" in caught.value.fix
 
 
 def test_a_resume_with_another_model_at_the_server_is_refused(config_of, context_of, llama, teacher, tmp_path):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 from contextlib import suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler
+from time import sleep
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.ports import kept_port
-from tests.training.answering import VLLMServer, answering, in_turn
+from tests.training.answering import VLLMServer, answering, in_turn, serving
 from tests.training.conftest import assert_same_course, disturb, rollout_of
 
 from klamp.errors import ConfigError, KlampError, KLWarning, ModelError
@@ -247,6 +249,57 @@ def test_fewer_of_the_likeliest_than_were_asked_for_are_refused(rank):
 def test_the_head_is_in_the_order_of_ranks_and_has_the_token_by_its_rank_alone():
     entry = {str(i): {"logprob": -float(rank), "rank": rank} for i, rank in ((4, 2), (7, 1), (2, 3))}
     assert VLLMReference("http://h", "x", 2)._places([1, 4], [None, entry]) == [[(7, -1.0), (4, -2.0), (4, -2.0)]]
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"7": (-0.1, 1), "2": (-0.2, 2)}, "sum to 1.7"),
+        ({"99": (-0.5, 1), "2": (-1.0, 2)}, "token 99, and the tokenizer has 60"),
+        ({"5000": (-9.0, 1), "2": (-1.0, 2)}, "token 5000, and"),
+        ({"-1": (-0.5, 1), "2": (-1.0, 2)}, "other tokens"),
+        ({"07": (-0.5, 1), "2": (-1.0, 2)}, "other tokens"),
+    ],
+)
+def test_a_head_that_cannot_be_is_refused(others, words):
+    told = {name: {"logprob": logprob, "rank": rank} for name, (logprob, rank) in others.items()}
+    reference = VLLMReference("http://h", "x", 2, 60)
+    with pytest.raises(ModelError, match=words):
+        reference._places([1, 4], [None, {"4": {"logprob": -3.0, "rank": 9}} | told])
+    padding = {"70": {"logprob": -9.0, "rank": 2}, "7": {"logprob": -0.1, "rank": 1}}
+    assert reference._places([1, 7], [None, padding]) == [[(7, -0.1), (70, -9.0), (7, -0.1)]]
+
+
+def test_a_key_that_an_answer_quotes_is_blanked(monkeypatch):
+    monkeypatch.setenv(KEY, 'se"cret')
+    with answering(lambda *_: (401, {"error": "no key is 'se\"cret'"})) as url, pytest.raises(ModelError) as error:
+        ask(url)
+    assert "no key is '[the key]'" in str(error.value)
+    assert "cret" not in str(error.value)
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.3])
+def test_an_answer_without_end_is_refused_in_time(monkeypatch, pause):
+    """Too many bytes, or too slow: neither is waited for, nor asked again."""
+    monkeypatch.setattr(vllm_reference, "TIMEOUT_SECONDS", 1.0)
+    starts = []
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self):
+            starts.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(b"[" * (1 if pause else 2**16))
+                    sleep(pause)
+
+        def log_message(self, *_):
+            pass
+
+    with serving(Endless) as url, pytest.raises(ModelError, match="does not end"):
+        ask(url)
+    assert len(starts) == 1
 
 
 def test_what_a_server_caps_is_known_before_the_first_step(context, config_of, server_of):

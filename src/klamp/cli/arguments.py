@@ -48,12 +48,12 @@ def config_of(values: Mapping[str, Any], *, output_dir: str | None = None) -> Tr
 
 
 def preset_values(name: str | None) -> dict[str, Any]:
-    """The KL and loss fields in which a recipe differs from the defaults; without a name, none."""
+    """The KL and loss fields in which a recipe differs from the defaults, and its beta; without a name, none."""
     if name is None:
         return {}
     preset, defaults = find_preset(name), TrainConfig().flat()
     recipe = {**dataclasses.asdict(preset.kl), **dataclasses.asdict(preset.loss)}
-    return {field: value for field, value in recipe.items() if value != defaults[field]}
+    return {field: value for field, value in recipe.items() if value != defaults[field] or field == "beta"}
 
 
 class _Loader(yaml.SafeLoader):

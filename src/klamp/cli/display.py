@@ -17,6 +17,7 @@ from klamp.doctor.examine import AlarmFinding
 from klamp.doctor.metrics import COLUMNS
 from klamp.lab.config import TrainConfig, reference_kind
 from klamp.lab.observers import Observer, RunInfo
+from klamp.lab.tasks.base import NO_REWARD
 from klamp.report.run import ScoreFormat
 
 LEGEND = (
@@ -128,13 +129,14 @@ def settings(config: TrainConfig) -> dict[str, str]:
     trained = f"a LoRA adapter of rank {model.lora_r} is trained" if model.lora_r else "all weights are trained"
     who = describe_movement(kl) if kind in ("ema", "periodic") else model.ref_model or kl.reference_url or ""
     who = f"beta is 0, so no reference is loaded{MONITOR}" if kind == "none" else who
+    alone = "; reward none is the teacher alone, unless --beta is set" if config.task.reward == NO_REWARD else ""
     return {
         "task": config.task.task + (f", reward {config.task.reward}" if config.task.reward else ""),
         "model": f"{model.model}; {model.dtype}, {trained}",
         "reference": f"{kind}: {who}" if who else kind,
         "teacher": describe_teacher(config.teacher),
         "KL": describe_kl(kl),
-        "beta": describe_controller(kl) if kl.needs_reference else "0: it trains without KL",
+        "beta": describe_controller(kl) if kl.needs_reference else f"0: it trains without KL to the start{alone}",
     }
 
 

@@ -128,6 +128,8 @@ def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
         for end, unit in {"": "nats per token", "_sequence": "nats per completion"}.items()
     ]
     show_table(title, ("", "KL(policy‖start)", "KL(start‖policy)"), rows)
+    if "teacher/kl" in outcome.numbers:
+        say(f"\nKL(policy‖teacher): {number(outcome.numbers['teacher/kl'])} nats per token, k3 of the sampled tokens")
     before, after, forgotten = retention(outcome)
     if after is not None:
         scale = ScoreFormat.fitting(outcome.before, outcome.after)

@@ -254,11 +254,12 @@ def not_reached(history: History) -> Evidence | None:
 
 
 def teacher_alone(history: History) -> bool:
-    """Whether nothing but a teacher trains the policy; another trainer's log may hold a reward without its spread."""
+    """Whether a teacher alone trains: no reward (another trainer may log one without spread), and hardly any beta."""
+    coefficient = history.latest.get("teacher/coef", history.settings.teacher_coef or 0.0)
     rewards = history.last("reward", REACH_STEPS) if history.settings.other_kernels else []
     rewarded = "reward_std" in history.latest or len({*rewards}) > 1
     is_taught = any(name.startswith(TO_TEACHER) for name in history.latest)
-    return is_taught and not rewarded and history.latest.get("beta", 0.0) <= 0
+    return is_taught and not rewarded and history.latest.get("beta", 0.0) <= coefficient / 20
 
 
 @alarm(

@@ -240,7 +240,7 @@ class TrainConfig:
 
     @classmethod
     def from_flat(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """A configuration from flat values; aliases are resolved, missing fields keep their default.
+        """A configuration from flat values: aliases are resolved, a missing field has its default; beta 0 if no reward.
 
         Raises:
             UnknownNameError: a key that is no field; names the nearest.
@@ -248,7 +248,8 @@ class TrainConfig:
         """
         owners = field_owners()
         sections: dict[str, dict[str, Any]] = {section.name: {} for section in dataclasses.fields(cls)}
-        for name, value in resolve_aliases(values, set(owners), ALL_ALIASES).items():
+        alone = {"beta": 0.0} if values.get("reward") == NO_REWARD else {}
+        for name, value in {**alone, **resolve_aliases(values, set(owners), ALL_ALIASES)}.items():
             sections[owners[name]][name] = tuple(value) if isinstance(value, list) else value
         classes = section_classes()
         return cls(**{name: classes[name](**fields) for name, fields in sections.items()})

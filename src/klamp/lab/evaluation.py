@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from klamp.errors import ConfigError
 from klamp.lab.anchors import LocalReference, Reference
-from klamp.lab.checkpoint import new_run
 from klamp.lab.rollouts import completed
 from klamp.lab.sampling import encode_prompts
 from klamp.lab.setup import Context
@@ -102,7 +99,6 @@ def answers_as_completions(
 
 
 PROBES, PROBE_TOKENS = 4, 8  # prompts whose first tokens are scored, and how many
-SAME = 0.05  # nats by which the log-probabilities of one model may differ: other kernels, other batches
 
 
 def fingerprints(context: Context) -> dict[str, Any]:
@@ -115,24 +111,6 @@ def fingerprints(context: Context) -> dict[str, Any]:
     if context.config.teacher.kind == "live":  # the policy, which moves too
         del anchors["teacher"]
     return {"task": digest} | {name: _scores(context, anchor) for name, anchor in anchors.items()}
-
-
-def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: Path) -> None:
-    """Refuse to resume with another task (template included), reference or teacher; compares what both have."""
-    for name in saved.keys() & now.keys():
-        if difference := _difference(saved[name], now[name]):
-            why = "the run would go on towards another policy, and its curve would not show it"
-            fix = f"use the {name} that the run was started with, or {new_run(checkpoint)}"
-            raise ConfigError(f"the {name} is another one than it was", got=difference, why=why, fix=fix)
-
-
-def _difference(saved: Any, now: Any) -> str:
-    """How two fingerprints differ; empty: they do not."""
-    if isinstance(saved, str) or isinstance(now, str):
-        return "" if saved == now else f"SHA-256 of prompts (in their chat template) and answers {saved}, now {now}"
-    gap = max((abs(x - y) for x, y in zip(saved, now, strict=False)), default=0.0)
-    same = len(saved) == len(now) and gap <= SAME
-    return "" if same else f"log-probabilities of the same tokens differ by up to {gap:.3g} nats"
 
 
 def _scores(context: Context, model: Reference) -> list[float]:

@@ -35,13 +35,13 @@ from klamp.core.masking import Totals, masked_mean
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
-from klamp.hosts.common.anchors import STEP_ZERO_KL
+from klamp.hosts.common.anchors import STEP_ZERO_KL, check_same
 from klamp.hosts.common.control import go_on_from, held_kl
 from klamp.lab import checkpoint, updates
 from klamp.lab.anchors import LocalReference
 from klamp.lab.checkpoint import check_resume, identity
 from klamp.lab.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
-from klamp.lab.evaluation import check_same, evaluate, fingerprints, teacher_answers
+from klamp.lab.evaluation import evaluate, fingerprints, teacher_answers
 from klamp.lab.folders import checkpoints, number_of, opened_folder
 from klamp.lab.interrupts import Interrupt, deferred_interrupts
 from klamp.lab.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers, stopped_by
@@ -464,7 +464,7 @@ class Trainer:
     def resume(self, folder: Path) -> None:
         """Continue from a checkpoint, whose policy is loaded."""
         state = checkpoint.load_state(folder)
-        check_same(dict(state.get("fingerprints") or {}), self.fingerprints, checkpoint=folder)
+        check_same(dict(state.get("fingerprints") or {}), self.fingerprints, instead=checkpoint.new_run(folder))
         checkpoint.load_weights(folder, self.weights)
         with checkpoint.reading(folder):
             go_on_from(self.schedule, state["step"], self.context.config.optim.learning_rate)

@@ -45,7 +45,7 @@ CONCURRENT = 4
 PROBES = 8
 """Prompts whose tokens are compared."""
 ABOVE_ZERO = 1e-3
-"""What rounding may add to a log-probability of 0."""
+"""What rounding may add to a log-probability of 0, and to probabilities that sum to 1."""
 LOWEST = torch.finfo(torch.float32).min
 
 Entry = dict[str, dict[str, Any]] | None
@@ -64,10 +64,12 @@ class VLLMReference:
         url: where the server listens, without `/v1`.
         name: the model's name at the server.
         top_k: how many of its likeliest tokens it is asked for at each position; None: no head is made of them.
+        vocabulary: how many tokens the policy's tokenizer has; None: unknown.
     """
 
-    def __init__(self, url: str, name: str, top_k: int | None = None) -> None:
+    def __init__(self, url: str, name: str, top_k: int | None = None, vocabulary: int | None = None) -> None:
         self.url, self.name, self.head, self.top_k = url, name, top_k is not None, top_k or 0
+        self.vocabulary = vocabulary or 2**24
 
     def score(self, completions: Completions, *, temperature: float) -> Scores:
         """Ask the server for the log-probabilities of the completions, and for its likeliest tokens."""
@@ -125,14 +127,21 @@ class VLLMReference:
                 f"it returned numbers that are no log-probabilities ({str(others[0])[:20]} is one of them): vLLM does "
                 "so with --logprobs-mode raw_logits or processed_logits; start it with raw_logprobs, its default",
             )
+        for token, place in zip(ids[1:], places, strict=True):
+            chances = {name: math.exp(number) for name, number in place if name >= 0}
+            beyond = [n for n, p in chances.items() if n != token and n >= self.vocabulary + 4096 * (p <= ABOVE_ZERO)]
+            if beyond:  # a model is padded by fewer ids than 4096, and none of these is likely
+                raise failed(self.url, f"it returned token {beyond[0]}, and the tokenizer has {self.vocabulary} tokens")
+            if (total := sum(chances.values())) > 1 + ABOVE_ZERO:
+                raise failed(self.url, f"the probabilities of its likeliest tokens sum to {total:.4g}")
         return [[(token, -math.inf if number <= FORBIDDEN else number) for token, number in place] for place in places]
 
     def _place(self, token: int, entry: dict[str, dict[str, Any]]) -> Place:
         """The k likeliest by rank: the token itself is told too, and is one of them only if its rank says so."""
         best = sorted((row["rank"], int(name), row["logprob"]) for name, row in entry.items()) if self.top_k else []
         head = [(name, number) for rank, name, number in best if rank <= self.top_k]
-        if len(head) < min(self.top_k, len(entry)):
-            raise KeyError("fewer of the likeliest than were asked for")
+        if len(head) < min(self.top_k, len(entry)) or (best and {str(abs(name)) for _, name, _ in best} != {*entry}):
+            raise KeyError("fewer of the likeliest than were asked for, or under other names than ids")
         return [*head[: self.top_k], *[(-1, 0.0)] * (self.top_k - len(head)), (token, entry[str(token)]["logprob"])]
 
     def describe(self) -> str:
@@ -172,7 +181,7 @@ def connect(
         ConfigError: a name or a temperature that the server cannot honour.
     """
     url = url.rstrip("/").removesuffix("/v1")
-    reference = VLLMReference(url, _name(url, name, who), top_k)
+    reference = VLLMReference(url, _name(url, name, who), top_k, len(tokenizer))
     # A server that holds only shorter sequences than the run may have refuses this one, in its own words.
     prompt, completion = ([cast(int, tokenizer.eos_token_id)] * tokens for tokens in longest)
     reference.score_tokens([prompt], [completion], temperature=temperature)
@@ -187,12 +196,12 @@ def _name(url: str, asked: str | None, who: Who) -> str:
     except (LookupError, TypeError, AttributeError) as error:
         raise failed(url, "it lists no models at /v1/models, as vLLM does") from error
     if asked is not None and asked not in names:
-        raise unknown_name(f"model of the {who}'s server", asked, names)
+        raise unknown_name(f"model of the {who}'s server", asked, [*map(_plain, names)])
     if asked is None and len(names) != 1:
         raise ConfigError(
             f"the {who}'s server does not serve one model",
             got=f"{who}_url={url!r}",
-            why=f"it names {', '.join(names) or 'none'}",
+            why=f"it names {', '.join(map(_plain, names)) or 'none'}",
             fix=f"set {who}_name to one of them, or start it with a model",
         )
     return asked or names[0]
@@ -228,18 +237,31 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
 def ask(url: str, content: dict[str, Any] | None = None) -> Any:
     """Ask a server, by POST if there is content, as JSON, else by GET; what it refuses (`FINAL`) is not asked again."""
     data = None if content is None else json.dumps(content).encode()
+    numbers = len(data or b"") * ((content or {}).get("prompt_logprobs", 0) + 2)  # more than there will be
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
     if authorization := _bearer():
         request.add_unredirected_header("Authorization", authorization)
     for attempt in range(TRIES):
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-                return json.load(response)
+                return json.loads(_body(response, url, 2**20 + 200 * numbers))
+        except ModelError:
+            raise
         except FAILURES as error:
             if attempt == TRIES - 1 or (isinstance(error, HTTPError) and error.code in FINAL):
                 raise failed(url, _reason(error)) from error
             time.sleep(0.1 * 2**attempt)
     raise AssertionError("the last try gives an answer or raises")
+
+
+def _body(response: Any, url: str, most: int) -> bytes:
+    """The body of an answer: at most `most` bytes within the time limit; a server may write without end."""
+    body, end = bytearray(), time.monotonic() + TIMEOUT_SECONDS
+    while part := response.read1(2**16):
+        body += part
+        if len(body) > most or time.monotonic() > end:
+            raise failed(url, f"its answer does not end: {len(body)} bytes within {TIMEOUT_SECONDS:g} seconds")
+    return bytes(body)
 
 
 def _bearer() -> str:
@@ -257,8 +279,15 @@ def _reason(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, HTTPError):
         with suppress(*FAILURES):
-            text += f" {error.read(2000).decode(errors='replace')}"
+            text += f" {error.read1(2**16).decode(errors='replace')}"  # pyright: ignore[reportAttributeAccessIssue]
         if error.code in (401, 403):
             text = f"the key is what the environment variable {KEY} holds; {text}"
+    return _plain(text)
+
+
+def _plain(text: str) -> str:
+    """What a server wrote, on one line, without the key that it may quote."""
+    if key := _bearer().removeprefix("Bearer "):
+        text = text.replace(key, "[the key]").replace(json.dumps(key)[1:-1], "[the key]")
     plain = "".join(sign if sign.isprintable() else " " for sign in text)  # a server may not write to the terminal
     return " ".join(plain.split())[:500]

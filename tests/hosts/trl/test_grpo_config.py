@@ -191,7 +191,6 @@ def test_attach_takes_no_trainer_whose_arguments_have_a_kl_of_their_own(tmp_path
         ({"kl_normalizer": "token_mean", "loss_type": "bnpo"}, "each micro-batch"),
         ({"reference": "frozen", "sync_ref_model": True}, "then moves the reference"),
         ({"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}, "cancels beta"),
-        ({"kl_placement": "advantage", "kl_estimator": "k1", "off_policy_mask_threshold": 0.1}, "sign of its"),
         ({"kl_placement": "advantage", "kl_estimator": "k1", "loss_type": "vespo"}, "sign of its"),
     ],
 )

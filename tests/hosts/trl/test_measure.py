@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hosts.trl.hosts import dataset, klamp_trainer, model, saved, stock_trainer
+from tests.hosts.trl.hosts import dataset, generated, klamp_trainer, model, saved, stock_trainer
 
 from klamp.doctor.metrics import METRICS
 
@@ -61,3 +61,17 @@ def test_the_numbers_are_those_of_the_whole_step_however_it_is_split(tmp_path: P
     assert {name: rows[1].get(name) for name in names} == pytest.approx({name: rows[0].get(name) for name in names})
     assert rows[0]["kl/k3"] > 0.1
     assert rows[0]["kl/log_ratio_p99"] < rows[0]["kl/log_ratio_max"] or rows[0]["num_tokens"] < 100
+
+
+@pytest.mark.parametrize("scale", ["batch", "group"])
+def test_the_spread_is_what_the_advantages_were_divided_by(tmp_path: Path, scale: str) -> None:
+    """The deviation of all rewards of the step, or the mean of those of its groups."""
+    rewards = torch.tensor([0.0, 1.0, 5.0, 9.0])
+    reward: Any = {"reward_funcs": lambda completions, **_: rewards.tolist()}
+    trainer = klamp_trainer(model(), tmp_path, beta=0.2, kl_estimator="k3", scale_rewards=scale, trainer=reward)
+    advantages = generated(trainer)["advantages"]
+    spread, centred = trainer._klamp.rollout.spread, torch.tensor([-0.5, 0.5, -2.0, 2.0])
+    expected = {"batch": 4.113, "group": (0.7071 + 2.8284) / 2}[scale]
+    assert spread == pytest.approx(expected, abs=1e-3)
+    if scale == "batch":
+        torch.testing.assert_close(advantages * spread, centred, rtol=1e-3, atol=1e-3)

@@ -136,6 +136,19 @@ def test_it_is_divided_as_the_loss_type_divides(base: Any, teacher: Any, tmp_pat
     torch.testing.assert_close(loss.detach(), expected.loss.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("placement", ["loss", "advantage"])
+def test_its_warm_up_is_in_the_loss(base: Any, teacher: Any, tmp_path: Path, placement: str) -> None:
+    """A quarter of the pull after one of four steps, and all of it after four."""
+    options: dict[str, Any] = {"teacher_warmup_steps": 4, "teacher_placement": placement, "teacher_estimator": "k1"}
+    trainer, gradients = made(base, teacher, tmp_path, **options), []
+    inputs = generated(trainer)
+    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+    for trainer.state.global_step in (0, 1, 4):
+        gradients.append(gradient_of(trainer, trainer.compute_loss(trainer.model, inputs)))
+    assert not gradients[0].any() and gradients[2].norm() > 1e-3
+    assert_same_gradient(4 * gradients[1], gradients[2])
+
+
 def assert_same_gradient(found: torch.Tensor, expected: torch.Tensor) -> None:
     """To 1e-5 of the largest entry: a float32 sum over tokens is right to some eps of that, not of each entry."""
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
@@ -192,6 +205,22 @@ def test_a_teacher_at_a_server_has_a_local_ones_numbers(base: Any, teacher: Any,
     assert f"teacher on the server at {url}" in effective(away).terms[0].term
     texts = [each["prompt"] for each in server.asked if isinstance(each["prompt"][0], str)]
     assert texts and ("the days" in texts[0][1]) == bool(column)
+
+
+@pytest.mark.parametrize("where", ["a server", "memory"])
+def test_another_teacher_is_noticed_at_a_resume(base: Any, teacher: Any, tmp_path: Path, where: str) -> None:
+    """At the same address, or passed as the same argument; with a KL field of the reference or without."""
+    server = VLLMServer(teacher, tokenizer(), names=("teacher",), longest=64)
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "teacher_estimator": "k3"}
+    with answering(server.answer) as url:
+        place, model = ({"teacher_url": url}, None) if where == "a server" else ({}, teacher)
+        made(base, model, tmp_path, **options | place | {"max_steps": 1}).train()
+        newest = str(tmp_path / "checkpoint-1")
+        made(base, model, tmp_path, **options | place).train(resume_from_checkpoint=newest)
+        server.model = other = noisy(teacher)
+        again = made(base, model and other, tmp_path, **options | place)
+        with pytest.raises(ConfigError, match="the teacher is another one than it was"):
+            again.train(resume_from_checkpoint=newest)
 
 
 class Forbidding(VLLMServer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from klamp.audit.pair import PROBE, check_pair
 from klamp.config.teacher import TeacherConfig
 from klamp.doctor.alarms_kl import STEP_ZERO
-from klamp.errors import DataError, KLWarning, ModelError
+from klamp.errors import ConfigError, DataError, KLWarning, ModelError
 from klamp.scoring.model_parts import PrefixKL
 from klamp.scoring.vllm_reference import Who
 
@@ -97,6 +97,27 @@ def no_prompt(column: str, columns: Collection[str]) -> DataError:
         why="teacher_prompt names the column with the prompt that the teacher sees",
         fix="name a column of the data, or leave teacher_prompt out",
     )
+
+
+SAME = 0.05  # nats by which the log-probabilities of one model may differ: other kernels, other batches
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, instead: str) -> None:
+    """Refuse to resume with another task, template, reference or teacher; compares what both have."""
+    for name in saved.keys() & now.keys():
+        if difference := _difference(saved[name], now[name]):
+            why = "the run would go on towards another policy, and its curve would not show it"
+            fix = f"use the {name} that the run was started with, or {instead}"
+            raise ConfigError(f"the {name} is another one than it was", got=difference, why=why, fix=fix)
+
+
+def _difference(saved: Any, now: Any) -> str:
+    """How two fingerprints differ; empty: they do not."""
+    if isinstance(saved, str) or isinstance(now, str):
+        return "" if saved == now else f"SHA-256 {saved}, now {now}"
+    gap = max((0.0 if x == y else abs(x - y) for x, y in zip(saved, now, strict=False)), default=0.0)
+    same = len(saved) == len(now) and gap <= SAME
+    return "" if same else f"log-probabilities of the same tokens differ by up to {gap:.3g} nats"
 
 
 def check_tokens(theirs: Any, ours: Any, *, name: str, who: Who = "teacher") -> None:

@@ -104,12 +104,12 @@ class Coefficient(float):
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """A context in which an attribute of a model, trainer or module is another value; wrappers and hooks stay."""
-    before = vars(owner).get(name)
+    had, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if before is None:
+        if not had:
             delattr(owner, name)
         else:
             setattr(owner, name, before)

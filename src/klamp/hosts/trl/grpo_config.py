@@ -162,17 +162,14 @@ def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
 
 
 def advantage_refusals(anchor: str, shifted: bool, args: Any) -> list[Refusal]:
-    """Refusals of a loss that goes by the sign of a completion's advantage, where each token has its own."""
-    by_sign = {"off_policy_mask_threshold": args.off_policy_mask_threshold is not None}
-    by_sign["loss_type='vespo'"] = args.loss_type == "vespo"
+    """The refusal of a loss that goes by the sign of a completion's advantage, where each token has its own."""
     return [
         Refusal(
-            shifted and used,
-            f"{anchor}_placement='advantage' cannot be combined with {name}",
-            why="TRL drops or weighs a whole completion by the sign of its advantage, and its KL with it",
-            fix=f"leave it out, or set {anchor}_placement='loss'",
+            shifted and args.loss_type == "vespo",
+            f"{anchor}_placement='advantage' cannot be combined with loss_type='vespo'",
+            why="TRL weighs a whole completion by the sign of its advantage, and its KL with it",
+            fix=f"use another loss_type, or set {anchor}_placement='loss'",
         )
-        for name, used in by_sign.items()
     ]
 
 

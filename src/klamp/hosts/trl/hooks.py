@@ -9,13 +9,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from klamp.core.types import Advantages
+from klamp.core.masking import masked_log_ratio
+from klamp.core.types import Advantages, Batch
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import (
     KL_SCALE,
@@ -63,7 +65,7 @@ class LossHook:
         """A context with the inputs of the loss; a KL in the advantage is that of the policy scored in the loss."""
 
         def advantages() -> Advantages:
-            return advantages_less_kl(batch_of(self.inputs, _only(scorings).logprobs), self.terms)
+            return self._shift(self.trainer, shifted, batch_of(self.inputs, _only(scorings).logprobs), threshold)
 
         # TRL multiplies beta with a KL if it has a reference's numbers; without one the teacher's stand in for them
         stand_in = {} if self.has_reference or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
@@ -71,9 +73,26 @@ class LossHook:
         if not any(term.placement == "advantage" for _, term in self.terms):
             yield inputs
             return
-        shifted = ShiftedInputs(inputs, advantages)
-        yield shifted
+        shifted, threshold = ShiftedInputs(inputs, advantages), self.trainer.off_policy_mask_threshold
+        with replaced(self.trainer, "off_policy_mask_threshold", None):
+            yield shifted
         check_once(shifted.uses, "reads of the advantages")
+
+    def _shift(self, trainer: Any, inputs: dict[str, Any], batch: Batch, threshold: float | None) -> Advantages:
+        """The advantages less the KL. What TRL masks loses its reward, and keeps the KL with its own token's weight."""
+        ratio = inputs.get("importance_sampling_ratio")
+        masks = ratio is not None and trainer.vllm_importance_sampling_mode.endswith("mask")
+        policy, rewards = batch.policy_logprobs.detach(), batch.advantages
+        rewards, old = rewards.view(len(rewards), -1), policy if batch.old_logprobs is None else batch.old_logprobs
+        ratio = torch.ones_like(policy) if ratio is None else ratio
+        own = masked_log_ratio(old, cast(Tensor, batch.logprobs_of("sampler")), batch.mask).exp() if masks else ratio
+        keeps = ratio > 0
+        if threshold is not None:
+            sampler = self.inputs.get("sampling_per_token_logps", old)
+            keeps = keeps & trainer.get_off_policy_mask(rewards, policy, sampler, batch.mask, threshold)
+        inputs["importance_sampling_ratio"] = torch.where(keeps, ratio, own)  # TRL's factor of both
+        less = advantages_less_kl(replace(batch, advantages=torch.zeros_like(batch.advantages)), self.terms)
+        return torch.where(keeps, rewards, 0.0) + less.view(len(rewards), -1) * torch.where(keeps, own / ratio, 1.0)
 
     @contextmanager
     def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[None]:
@@ -201,7 +220,7 @@ class KLMixin(HostTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        save_state(self, trial)
+        save_state(self, trial, teacher.fingerprint(self))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Moments and step are the checkpoint's, the learning rate the one asked for, unless groups have their own."""
@@ -210,4 +229,4 @@ class KLMixin(HostTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if isinstance(schedule, LambdaLR) and len(rates) == 1:
             go_on_from(schedule, schedule.last_epoch, *rates)
-        load_state(self, checkpoint)
+        load_state(self, checkpoint, teacher.fingerprint(self))

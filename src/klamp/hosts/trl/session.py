@@ -14,7 +14,7 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.core.term import KLTerm, Weighted
-from klamp.hosts.common.anchors import prefix_kl
+from klamp.hosts.common.anchors import check_same, prefix_kl
 from klamp.hosts.common.control import KLControl, read_state
 from klamp.hosts.common.step_metrics import Window
 from klamp.scoring.model_parts import PrefixKL, Traits
@@ -40,6 +40,7 @@ class TRLTrainer(Protocol):
     loss_type: str
     num_generations: Any
     aux_loss_enabled: bool
+    off_policy_mask_threshold: float | None
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     add_callback: Callable[..., None]
@@ -221,28 +222,31 @@ STATE = "klamp_state.json"
 """klamp's part of a checkpoint: the controller of beta and the frozen reference length."""
 
 
-def save_state(trainer: TRLTrainer, trial: Any) -> None:
-    """Write klamp's state beside the trainer's own, on the process that saves."""
+def save_state(trainer: TRLTrainer, trial: Any, prints: Mapping[str, Any]) -> None:
+    """Write klamp's state, and fingerprints of anchors, beside the trainer's own, on the process that saves."""
     control = trainer._klamp.control
-    if control is not None and trainer.args.should_save:
+    state = {**({} if control is None else control.state_dict()), **prints}
+    if state and trainer.args.should_save:
         folder = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{trainer.state.global_step}"
-        (folder / STATE).write_text(json.dumps(control.state_dict(), indent=2) + "\n", encoding="utf-8")
+        (folder / STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
 
-def load_state(trainer: TRLTrainer, folder: str | None) -> None:
-    """Continue from a checkpoint, see `KLControl.load_state_dict`; warn if one side has no KL of klamp's."""
+def load_state(trainer: TRLTrainer, folder: str | None, prints: Mapping[str, Any]) -> None:
+    """Continue from a checkpoint, see `KLControl.load_state_dict`; refuse other anchors, warn if one side has no KL."""
     if folder is None:
         return
     trainer._klamp.warned.step_zero = True
     control, path = trainer._klamp.control, Path(folder) / STATE
-    if control is not None and path.exists():
-        control.load_state_dict(read_state(path))
+    state = read_state(path) if path.exists() else {}
+    check_same(state, prints, instead=f"start a new run from {folder}")
+    if control is not None and "controller" in state:
+        control.load_state_dict(state)
     elif control is not None:
         trainer._caution(
             f"the checkpoint {folder} holds no {STATE}: beta starts again from its configured value, and a reference "
             "length that has to be measured cannot be."
         )
-    elif path.exists():
+    elif "controller" in state:
         trainer._caution(
             f"the checkpoint {folder} was written with klamp's KL, and no KL field is set now: beta={trainer.beta:g} "
             "is that of TRL's own. Set the fields that the run was started with."

@@ -16,7 +16,7 @@ from klamp.config.teacher import TeacherConfig
 from klamp.core.penalty import token_penalty
 from klamp.core.term import prepare
 from klamp.core.types import BOUND_IT, FORBIDDEN, Batch, check_logprobs
-from klamp.errors import refuse
+from klamp.errors import DataError, refuse
 from klamp.hosts.common.anchors import check_tokens, no_prompt
 from klamp.hosts.common.coefficient import TEACHER, batch_of, loss_mask
 from klamp.hosts.common.effective import EffectiveTerm
@@ -75,6 +75,22 @@ def _server(trainer: TRLTrainer, config: TeacherConfig) -> VLLMReference:
         tokenizer=trainer._tokenizer,
         who="teacher",
     )
+
+
+def fingerprint(trainer: TRLTrainer) -> dict[str, list[float]]:
+    """How a teacher with weights of its own scores the first tokens of a few prompts; empty: there is none."""
+    teacher, scores = trainer._klamp.teacher, list[float]()
+    if teacher is None or (teacher.model is None and teacher.server is None):
+        return {}
+    for row in islice(iter(trainer.train_dataset), PROBES):
+        tokens = [*_ids(trainer, [row], "prompt")[0][:PROBES], trainer._tokenizer.eos_token_id]
+        ids = torch.tensor([tokens], device=trainer.accelerator.device)
+        batch = {"prompt_ids": ids[:, :1], "completion_ids": ids[:, 1:]}
+        batch |= {"prompt_mask": ids[:, :1] >= 0, "completion_mask": ids[:, 1:] >= 0}
+        with suppress(DataError):  # a token that the teacher rules out
+            keep_scores(trainer, [row], batch)
+            scores += batch[TEACHER][0].tolist()
+    return {"teacher": scores}
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import pickle
 import signal
 import sys
 import threading
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,13 +20,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_model as load_weights
 
+from klamp.core.estimators import kl_estimate
 from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
-from klamp.errors import KlampError, TrainingStopped
+from klamp.errors import KlampError, KLWarning, TrainingStopped
 from klamp.lab.ablate.plan import KL_PROMPTS, Run, run_folder
 from klamp.lab.ablate.results import Outcome, failed, write_outcome
-from klamp.lab.anchors import LocalReference
+from klamp.lab.anchors import LocalReference, load_teachers
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.evaluation import evaluate as scores_in
@@ -93,7 +96,7 @@ def numbers_of(context: Context, *, prompts: int | None = None) -> dict[str, flo
         reverse   per sequence E_{y ~ policy} sum_t d_t(policy || start), per token that over E_{y ~ policy} |y|
         forward   per sequence E_{y ~ start}  sum_t d_t(start || policy), per token that over E_{y ~ start}  |y|
 
-    Unbiased per sequence, on at most `prompts` held-out prompts of the trained skill (None: all).
+    Unbiased per sequence, on at most `prompts` held-out prompts of the trained skill (None: all). To teachers: k3.
     """
     held_out = context.task.evaluation[context.task.rl_skill][:prompts]
     reverse, forward = (_sums(context, held_out, direction) for direction in ("reverse", "forward"))
@@ -101,6 +104,7 @@ def numbers_of(context: Context, *, prompts: int | None = None) -> dict[str, flo
         "reward": reverse["reward"] / reverse["sequences"],
         "length": reverse["tokens"] / reverse["sequences"],
         "entropy": reverse["entropy"] / reverse["tokens"],
+        **({} if context.teachers is None else {"teacher/kl": reverse["teacher"] / reverse["tokens"]}),
         "kl/reverse": reverse["kl"] / reverse["tokens"],
         "kl/reverse_sequence": reverse["kl"] / reverse["sequences"],
         "kl/forward": forward["kl"] / forward["tokens"],
@@ -132,6 +136,11 @@ def _sums(context: Context, prompts: Sequence[Example], direction: Direction) ->
         if direction == "reverse":
             answers = zip(examples[rows], completions.texts(context.tokenizer), strict=True)
             sums["reward"] += sum(context.task.score(example, text) for example, text in answers)
+            if context.teachers is not None:
+                options: Any = {"temperature": temperature, "parts": context.parts(len(texts))}
+                teacher = context.teachers.score(examples[rows], completions, **options).logprobs
+                nats = kl_estimate(ours.logprobs.double(), teacher.double())
+                sums["teacher"] += float(masked_sum(nats, completions.mask))
     return sums
 
 
@@ -162,6 +171,14 @@ def evaluate(
     before, numbers = dict[str, float](), dict[str, float]()
     after, _ = scores_in(context)
     if start:
+        held_out = replace(context.task, train=context.task.evaluation[context.task.rl_skill])  # has to fit teachers
+        try:
+            context.teachers = load_teachers(context.config, context.scorer, held_out, context.tokenizer)
+            for who, model in context.moving.items():
+                load_weights(model.average, Path(str(weights)).parent / f"{who}.safetensors")
+        except (KlampError, OSError) as error:
+            context.teachers = None
+            warnings.warn(f"The KL to the run's teacher is not measured: {error}", KLWarning, stacklevel=2)
         reference = cast(LocalReference, context.reference)
         with reference.sampling_model():  # switches an adapter off
             before, _ = scores_in(replace(context, scorer=reference.scorer))

@@ -68,7 +68,8 @@ class TaskConfig:
     """`arithmetic`, the path of a .jsonl, .json or .parquet file, `hub:NAME:CONFIG:SPLIT` (a data set of the hub), or
     `module:function` (your own: it takes this configuration and the tokenizer, and returns a `Task`)."""
     reward: str = ""
-    """`exact_match`, `math_verify`, `module:function`, or `none` (with a teacher); empty: the task's own."""
+    """`exact_match`, `math_verify`, `module:function`, or `none` (a teacher alone: beta is 0 unless it is set); empty:
+    the task's own."""
     prompt_column: str = "prompt"
     """The column of the rows that holds the prompt: a text, or a list of chat messages."""
     answer_column: str = "answer"
