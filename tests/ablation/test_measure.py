@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.training import rewards
-from tests.training.conftest import TINY, disturb, rows_of, stored, tiny_llama
+from tests.training.conftest import TINY, disturb, rows_of, scores_of, stored, tiny_llama
 
 from klamp.lab import checkpoint
 from klamp.lab.ablate import one_run as module
@@ -16,7 +16,7 @@ from klamp.lab.ablate.one_run import evaluate, measured, numbers_of
 from klamp.lab.anchors import LocalReference
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import newest_policy, scores_of
+from klamp.lab.folders import newest_policy
 from klamp.lab.models import load_model
 from klamp.lab.setup import Context
 from klamp.lab.tasks import arithmetic_tokenizer

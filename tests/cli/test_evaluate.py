@@ -9,13 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.training.conftest import TINY, llama, rows_of, stored  # noqa: F401  (llama: a fixture)
+from tests.training.conftest import TINY, llama, rows_of, scores_of, stored  # noqa: F401  (llama: a fixture)
 
 from klamp.cli import main
 from klamp.cli.evaluate import find_subject, run
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import scores_of
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 from tests.recorded.plants import RECORDED, RUNS
 from tests.recorded.record import FOLDER, lines, said
+from tests.training.conftest import scores_of
 
 from klamp.cli import main
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.alarms_run import TRUNCATED
 from klamp.doctor.examine import AlarmFinding, Diagnosis, examine
 from klamp.doctor.readers import read_record
-from klamp.lab.folders import read_config, scores_of
+from klamp.lab.folders import read_config
 from klamp.lab.observers import AlarmObserver, Observer, RunInfo
 
 WITH_TOKENS: dict[str, dict[str, int]] = {

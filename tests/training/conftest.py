@@ -172,6 +172,11 @@ def rows_of(folder: Path | str, *, keep_speed: bool = False) -> list[dict[str, f
     return [{k: v for k, v in row.items() if keep_speed or not k.startswith("speed/")} for row in rows]
 
 
+def scores_of(row: dict[str, float]) -> dict[str, float]:
+    """Skill -> score in the row of an evaluation; empty for that of a step."""
+    return {name.removeprefix("eval/"): score for name, score in row.items() if name.startswith("eval/")}
+
+
 def steps_of(folder: Path | str) -> list[dict[str, float]]:
     return [row for row in rows_of(folder) if "reward" in row]
 

@@ -14,7 +14,6 @@ from tests.training.conftest import disturb, rollout_of, tiny_llama
 from tests.training.test_sampling import sample
 from torch.utils.tensorboard import SummaryWriter
 
-from klamp.config import KLConfig
 from klamp.core.masking import Totals
 from klamp.doctor.examine import examine
 from klamp.doctor.metrics import METRICS
@@ -128,8 +127,6 @@ def test_what_cannot_work_is_refused():
     policy, old, ref, advantages, mask = data()
     with pytest.raises(ConfigError, match="a KL to the reference needs"):
         compute_loss(policy, old, advantages, mask, kl_coef=0.1)
-    with pytest.raises(ConfigError, match="both given"):
-        compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=0.1, kl=KLConfig())
     with pytest.raises(ConfigError, match="kl_coef must be"):
         compute_loss(policy, old, advantages, mask, ref_log_probs=ref, kl_coef=-0.1)
     with pytest.raises(EmptyMaskError):
@@ -149,7 +146,6 @@ def test_what_cannot_work_is_refused():
         ({"kl_coef": "0.1"}, "kl_coef must be a number"),
         ({"kl_coef": True}, "kl_coef must be a number"),
         ({"cliprange": "0.2"}, "epsilon must be a number"),
-        ({"kl": {"beta": 0.1}}, "kl must be a KLConfig"),
         ({"totals": (4, 20, 20)}, "totals must be a Totals"),
     ],
 )

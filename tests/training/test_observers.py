@@ -61,8 +61,8 @@ def test_what_was_seen_before_a_checkpoint_counts_after_it(tmp_path: Path) -> No
         row = {"step": done, "tokens": ["4"], "policy_logprobs": [-1.0], "ref_logprobs": [-1.0]}
         (tmp_path / "completions.jsonl").write_text(json.dumps(row) + "\n")
         (tmp_path / "config.yaml").write_text("{}")
-        observer = AlarmObserver(lambda hook: None, rl_skill="a", stop_on=("kl-spike",))
-        observer.on_start(info_of(tmp_path, done))
+        observer = AlarmObserver(lambda hook: None, rl_skill="a")
+        observer.on_start(info_of(tmp_path, done, TrainConfig.from_flat({"stop_on": ("kl-spike",)})))
         assert sum(map(len, observer.watch.history.completions.values())) == bool(done)
         assert len(observer.watch.history.evaluations) == bool(done)
         for row in rows[done:]:

@@ -11,7 +11,7 @@ from tests.training.test_sampling import sample
 from torch.optim import SGD
 from transformers import LlamaForCausalLM
 
-from klamp.lab.anchors import AdapterOffReference, LocalReference
+from klamp.lab.anchors import LocalReference
 from klamp.lab.backends import train_run
 from klamp.lab.observers import Observer
 from klamp.lab.updates import update
@@ -63,7 +63,7 @@ def test_a_frozen_reference_scores_as_its_model_does_and_without_gradient(contex
 
 def test_with_the_adapter_off_the_policy_is_its_base_model(context_of):
     context = context_of(lora_r=4)
-    assert isinstance(context.reference, AdapterOffReference)
+    assert context.reference.adapter_off
     trained(context)
     disturb(context.policy, size=0.1)
     base = context_of().policy  # the model's folder, loaded anew

@@ -37,9 +37,6 @@ class Recorder(Observer):
     def on_completions(self, step, rows):
         self.calls.append(("completions", step, len(rows)))
 
-    def on_checkpoint(self, step, folder):
-        self.calls.append(("checkpoint", step))
-
     def on_warning(self, text):
         self.calls.append(("warning", text))
 
@@ -68,9 +65,9 @@ def test_observers_are_told_everything_in_order(run):
     every = [
         *(("start", 0), ("evaluation", 0), ("answers", 0)),
         *(("completions", 1, 8), ("step", 1), ("step", 2), ("step", 3), ("evaluation", 3), ("answers", 3)),
-        *(("completions", 4, 8), ("step", 4), ("checkpoint", 4)),
+        *(("completions", 4, 8), ("step", 4)),
         *(("step", 5), ("step", 6), ("evaluation", 6), ("answers", 6)),
-        *(("step", 7), ("evaluation", 7), ("answers", 7), ("checkpoint", 7), ("end", 7), ("close",)),
+        *(("step", 7), ("evaluation", 7), ("answers", 7), ("end", 7), ("close",)),
     ]
     assert run.recorder.calls == every
     info = run.recorder.info

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,38 +33,26 @@ from klamp.scoring.vllm_reference import VLLMReference, Who
 
 
 class LocalReference:
-    """An anchor with its weights on this machine: it gives whole distributions, and generates."""
+    """An anchor with its weights on this machine; `adapter_off`: the policy with its LoRA adapter switched off."""
 
-    def __init__(self, model: nn.Module, *, traits: Traits | None = None) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, *, traits: Traits | None = None, adapter_off: bool = False) -> None:
+        self.model, self.adapter_off = model, adapter_off
         self.scorer = Scorer(model, probe(model) if traits is None else traits)
 
     @contextmanager
     def sampling_model(self) -> Iterator[nn.Module]:
         """A context with the model, ready to score and to generate."""
-        yield self.model
+        with self.model.disable_adapter() if self.adapter_off else nullcontext():  # pyright: ignore[reportCallIssue]
+            yield self.model
 
     @torch.no_grad()
     def score(self, completions: Completions, *, temperature: float, keep: Tensor | None = None) -> Scores:
-        """The scores on the completions' device, with predictions for the rows `keep`, [B] bool."""
-        home, away = completions.ids.device, next(self.model.parameters()).device
-        ask = Ask(temperature=temperature, keep=None if keep is None else keep.to(away))
+        """The scores of completions, with predictions for the rows `keep`, [B] bool."""
         with self.sampling_model():
-            scores = self.scorer(completions.to(away), ask)
-        predictions = None if scores.predictions is None else scores.predictions.to(home)
-        return replace(scores, logprobs=scores.logprobs.to(home), predictions=predictions)
+            return self.scorer(completions, Ask(temperature=temperature, keep=keep))
 
 
 Reference: TypeAlias = LocalReference | VLLMReference
-
-
-class AdapterOffReference(LocalReference):
-    """The policy with its LoRA adapter switched off, which needs no memory of its own."""
-
-    @contextmanager
-    def sampling_model(self) -> Iterator[nn.Module]:
-        with self.model.disable_adapter():  # pyright: ignore[reportCallIssue]
-            yield self.model
 
 
 class MovingReference(LocalReference):
@@ -80,16 +68,11 @@ class MovingReference(LocalReference):
     original: LocalReference | None = None  # the model that a moving reference started from; None: a teacher
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        decay: float | None = None,
-        reset_steps: int | None = None,
-        traits: Traits | None = None,
+        self, model: nn.Module, *, decay: float | None = None, reset_steps: int | None = None, **options: Any
     ) -> None:
         learned = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
         wide = decay is None or all(p.dtype in (torch.float32, torch.float64) for p in learned)
-        super().__init__(model.requires_grad_(False).eval(), traits=traits)
+        super().__init__(model.requires_grad_(False).eval(), **options)
         self.decay, self.reset_steps = decay, reset_steps
         self.average = self.model if wide else copy.deepcopy(self.model).float()
         self.average.register_load_state_dict_post_hook(lambda *_: self._round())  # a checkpoint holds the average
@@ -111,6 +94,19 @@ class MovingReference(LocalReference):
                 rounded.copy_(mine)
 
 
+class RowPredictions(NamedTuple):
+    """What an anchor predicts for some of B completions."""
+
+    rows: Tensor  # [B] bool: the completions
+    predictions: Predictions  # [R, T, ...]
+
+    def part(self, part: slice) -> RowPredictions | None:
+        """Those for a part of the batch; None if it has none of the completions."""
+        first, count = int(self.rows[: part.start].sum()), int(self.rows[part].sum())
+        values = self.predictions.values[first : first + count]
+        return RowPredictions(self.rows[part], replace(self.predictions, values=values)) if count else None
+
+
 def score_rows(
     model: Reference,
     completions: Completions,
@@ -119,38 +115,29 @@ def score_rows(
     temperature: float,
     parts: Sequence[slice],
     keep: Tensor | None = None,
-) -> tuple[Tensor, Predictions | None]:
-    """Log-probabilities [B, T] of the completions `rows`, 0 in the others; predictions [R, T, ...] of those in `keep`.
-
-    rows, keep: [B] bool.
-    """
+) -> tuple[Tensor, RowPredictions | None]:
+    """Log-probabilities [B, T] of the completions `rows` [B] bool, 0 in the others; predictions for those in `keep`."""
     length, predictions = completions.ids.shape[1], list[Predictions]()
     logprobs = torch.zeros(completions.ids.shape, device=completions.ids.device)
     for part in parts:
         chosen = part.start + rows[part].nonzero()[:, 0]
         if len(chosen):
-            options: dict[str, Any] = {}
-            if keep is not None and isinstance(model, LocalReference):
-                options["keep"] = keep[chosen]
+            options = {} if keep is None or not isinstance(model, LocalReference) else {"keep": keep[chosen]}
             scores = model.score(select(completions, chosen), temperature=temperature, **options)
             logprobs[chosen] = pad_tokens(scores.logprobs, length).to(logprobs.dtype)
             predictions += [] if scores.predictions is None else [scores.predictions.padded(length)]
-    if not predictions:
+    if keep is None or not predictions:
         return logprobs, None
-    return logprobs, replace(predictions[-1], values=torch.cat([part.values for part in predictions]))
-
-
-def of_part(predictions: Predictions, rows: Tensor, part: slice) -> Predictions | None:
-    """Of predictions for the completions `rows`, [B] bool, those for a part of the batch; None: it has none."""
-    first, count = int(rows[: part.start].sum()), int(rows[part].sum())
-    return replace(predictions, values=predictions.values[first : first + count]) if count else None
+    values = torch.cat([part.values for part in predictions])
+    return logprobs, RowPredictions(keep, replace(predictions[-1], values=values))
 
 
 class TeacherScores(NamedTuple):
     """How the teachers of a rollout scored its B completions of T tokens."""
 
     logprobs: Tensor  # [B, T] log-probabilities of the tokens, each under its own teacher
-    parts: Sequence[tuple[Tensor, Predictions]]  # of each teacher, [B] bool its rows, [R, T, ...] its predictions
+    parts: Sequence[RowPredictions]  # one for each teacher
+    rows: Mapping[str, Tensor]  # key of each teacher -> [B] bool, its completions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +151,6 @@ class Teachers:
 
     def key(self, example: Example) -> str:
         return str(example.fields.get(self.config.teacher_key)) if self.config.teacher_key else ""
-
-    def rows(self, key: str, examples: Sequence[Example]) -> Tensor:
-        """[B] bool: the prompts that have this teacher."""
-        return torch.tensor([self.key(example) == key for example in examples])
 
     def prompt(self, example: Example) -> str | None:
         """What the teacher sees in the place of a prompt; None: the row of a held-out one does not say."""
@@ -187,16 +170,19 @@ class Teachers:
         """Score a rollout in parts: every row by its own teacher, whose numbers return to that row."""
         completions, whole = self.completions(examples, completions), prefix_kl(self.config) is not None
         logprobs = torch.zeros(completions.ids.shape, device=completions.ids.device)
-        predictions: list[tuple[Tensor, Predictions]] = []
+        predictions, rows_of = list[RowPredictions](), dict[str, Tensor]()
         for key, model in self.models.items():
-            rows = self.rows(key, examples).to(logprobs.device)
-            options: dict[str, Any] = {"temperature": temperature, "parts": parts, "keep": rows if whole else None}
-            scores, predicted = score_rows(model, completions, rows, **options)
+            mine = [self.key(example) == key for example in examples]
+            rows = rows_of[key] = torch.tensor(mine, device=logprobs.device)
+            keep = rows if whole else None
+            scores, predicted = score_rows(model, completions, rows, temperature=temperature, parts=parts, keep=keep)
             logprobs[rows] = scores[rows]
-            if self.config.kind == "live" and predicted is not None and predicted.head is not None:
-                predicted = replace(predicted, head=predicted.head.copied())  # the head is that of the whole step
-            predictions += [] if predicted is None else [(rows, predicted)]
-        return TeacherScores(logprobs, predictions)
+            if predicted is not None:
+                head = predicted.predictions.head
+                if self.config.kind == "live" and head is not None:  # the head is that of the whole step
+                    predicted = RowPredictions(rows, replace(predicted.predictions, head=head.copied()))
+                predictions.append(predicted)
+        return TeacherScores(logprobs, predictions, rows_of)
 
 
 def frozen_model(name: str, policy: Any, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, who: Who) -> Any:
@@ -223,39 +209,32 @@ def frozen_start(config: TrainConfig, start: Any, tokenizer: PreTrainedTokenizer
 def load_reference(
     config: TrainConfig, scorer: Scorer, own: nn.Module | None, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> Reference | None:
-    """The reference of a run, on `own` if it has weights of its own; None if nothing needs one here."""
-    kind, traits, model = reference_kind(config), scorer.traits, scorer.model
+    """The reference of a run, on `own` if it is frozen; None if nothing needs one here."""
+    kind, traits = reference_kind(config), scorer.traits
     if kind in ("none", "sampler"):
         return None
     if kind == "remote":
         return connect(config, task, tokenizer)
-    if own is not None:
-        own = placed(own, config).requires_grad_(False).eval()
-        return LocalReference(own, traits=None if config.model.ref_model else traits)
-    if kind != "adapter_off":  # a copy of the policy as it was before the first step
-        start = load_policy(config, load_model(config.model.model, config.model.dtype)) if config.run.resume else model
-        model = placed(copy.deepcopy(start), config)
-    reference = of_policy(kind, "reference", model, traits, config)
-    if isinstance(reference, MovingReference):
-        reference.original = LocalReference(copy.deepcopy(reference.model), traits=traits)
+    if kind == "adapter_off":
+        return LocalReference(scorer.model, traits=traits, adapter_off=True)
+    if own is None:  # a copy of the policy as it was before the first step
+        resumes = config.run.resume
+        start = load_policy(config, load_model(config.model.model, config.model.dtype)) if resumes else scorer.model
+        own = copy.deepcopy(start)
+    dtype = config.kl.reference_dtype
+    own = own.to(device=device_of(config), dtype=None if dtype is None else getattr(torch, dtype))
+    if kind == "frozen":
+        return LocalReference(own.requires_grad_(False).eval(), traits=None if config.model.ref_model else traits)
+    reference = moving(kind, "reference", own, traits, config)
+    reference.original = LocalReference(copy.deepcopy(reference.model), traits=traits)
     return reference
 
 
-def of_policy(kind: str, who: Who, model: nn.Module, traits: Traits, config: TrainConfig) -> LocalReference:
-    """An anchor that is made of the policy: live or adapter_off of its module, ema or periodic of a copy."""
-    if kind == "live":
-        return LocalReference(model, traits=traits)
-    if kind == "adapter_off":
-        return AdapterOffReference(model, traits=traits)
+def moving(kind: str, who: Who, model: nn.Module, traits: Traits, config: TrainConfig) -> MovingReference:
+    """An anchor that follows the policy, on a copy of it."""
     fields = config.flat()
     decay = fields[f"{who}_decay"] if kind == "ema" else None
     return MovingReference(model, decay=decay, reset_steps=fields[f"{who}_reset_steps"], traits=traits)
-
-
-def placed(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """The reference's weights on the policy's device, in the data type that the configuration names."""
-    name = config.kl.reference_dtype
-    return model.to(device=device_of(config), dtype=None if name is None else getattr(torch, name))
 
 
 def load_teachers(
@@ -274,9 +253,10 @@ def load_teachers(
         for key, name in teacher.models.items():
             model = frozen_model(name, policy, tokenizer, config, "teacher")
             models[key] = LocalReference(model.to(device_of(config)))
+    elif teacher.kind in ("ema", "periodic"):
+        models[""] = moving(teacher.kind, "teacher", copy.deepcopy(policy), scorer.traits, config)
     else:
-        own = copy.deepcopy(policy) if teacher.kind in ("ema", "periodic") else policy
-        models[""] = of_policy(teacher.kind, "teacher", own, scorer.traits, config)
+        models[""] = LocalReference(policy, traits=scorer.traits, adapter_off=teacher.kind == "adapter_off")
     return Teachers(config=teacher, models=models, tokenizer=tokenizer, prompts=prompts)
 
 

@@ -3,7 +3,7 @@
     checkpoints/step-000050/policy/         save_pretrained: loads anywhere
     checkpoints/step-000050/optimizer.pt    loads with weights_only=True
     checkpoints/step-000050/reference.safetensors   only if the reference moves; so teacher.safetensors
-    checkpoints/step-000050/state.json      step, controller, schedule, reference length, fingerprints
+    checkpoints/step-000050/state.json      step, controller, reference length, fingerprints
     checkpoints/step-000050/identity.json   the run's ID and configuration, SHA-256 of its model and data
     checkpoints/step-000050/checksums.json  SHA-256 of all other files
 
@@ -20,8 +20,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -43,37 +42,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STATE_FILE = "state.json"  # the file of a checkpoint that holds what changes from step to step besides the weights
-STATE = {"step", "controller", "schedule", "reference_length"}  # the keys that it must hold for a run to continue
-UNREADABLE = (
-    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError),
-    *(UnpicklingError, SafetensorError),
-)
-"""What reading a damaged file can raise."""
-UNWRITABLE = (OSError, RuntimeError, SafetensorError)
-"""What writing a checkpoint onto a full disk can raise: torch and safetensors have errors of their own."""
 IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_split")
 """Fields that name a model or data: another name of the same contents is the same run."""
-ADDRESSES = ("reference_url", "teacher_url")
-"""Fields that say where a server is: its answers are compared, see `klamp.lab.evaluation`."""
+ADDRESSES = ("reference_url", "teacher_url")  # of servers, whose answers `klamp.lab.evaluation` compares
 MAY_CHANGE = (*WATCHING, "max_steps", "learning_rate", "max_grad_norm", "beta", "target_kl", "kl_controller")
 """All other fields that a resume may change: what people change after a spike, and what it saves and logs."""
 SUMMED = (".safetensors", ".bin", ".json", ".model", ".txt")  # the files of a folder that make a model what it is
 
 
+class Weights(NamedTuple):
+    """What a checkpoint holds besides its JSON files."""
+
+    policy: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    optimizer: Optimizer
+    anchors: Mapping[str, nn.Module]  # the references and teachers that move, by name
+
+
 def save(
-    output_dir: Path,
-    step: int,
-    *,
-    policy: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    optimizer: Optimizer,
-    anchors: Mapping[str, nn.Module],
-    documents: Mapping[str, Mapping[str, Any]],
-    keep: int,
+    output_dir: Path, step: int, weights: Weights, documents: Mapping[str, Mapping[str, Any]], *, keep: int
 ) -> Path:
     """Write the checkpoint of a step completely or not at all, and delete all but the newest `keep`.
 
-    `anchors`: the references and teachers that move, by name. `documents`: name of a JSON file -> its content.
+    `documents`: name of a JSON file -> its content.
     """
     folder = output_dir / CHECKPOINTS / f"{OWN}{step:06d}"
     part = folders.part_of(folder)
@@ -81,17 +72,17 @@ def save(
     try:
         part.mkdir(parents=True)
         with without_bars():
-            policy.save_pretrained(str(part / POLICY))  # pyright: ignore[reportCallIssue]
-        tokenizer.save_pretrained(str(part / POLICY))
-        torch.save(optimizer.state_dict(), part / "optimizer.pt")
-        for name, model in anchors.items():
+            weights.policy.save_pretrained(str(part / POLICY))  # pyright: ignore[reportCallIssue]
+        weights.tokenizer.save_pretrained(str(part / POLICY))
+        torch.save(weights.optimizer.state_dict(), part / "optimizer.pt")
+        for name, model in weights.anchors.items():
             save_model(model, str(part / f"{name}.safetensors"))
         for name, content in documents.items():
             (part / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
         seal(part)
         for path in (*output_dir.glob("*.jsonl"), output_dir):
             sync(path)
-    except UNWRITABLE as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # as torch and safetensors raise if the disk is full
         shutil.rmtree(part, ignore_errors=True)
         raise folders.unwritable(output_dir, error) from error
     shutil.rmtree(folder, ignore_errors=True)
@@ -127,9 +118,13 @@ def checksums(folder: Path, inside: Path | None = None) -> dict[str, str]:
     sums: dict[str, str] = {}
     for file in sorted((inside or folder).rglob("[!.]*")):
         if file.is_file() and file.name != SEAL:
-            with file.open("rb") as stream:
-                sums[file.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
+            sums[file.relative_to(folder).as_posix()] = sha256(file)
     return sums
+
+
+def sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def check(checkpoint: Path, inside: Path | None = None) -> None:
@@ -158,7 +153,7 @@ def reading(checkpoint: Path) -> Iterator[None]:
     """A context in which an error of reading is that of a damaged checkpoint."""
     try:
         yield
-    except UNREADABLE as error:
+    except Exception as error:  # a damaged file makes each of its readers raise another one
         raise damaged(checkpoint, error) from error
 
 
@@ -175,19 +170,19 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
     """Read the JSON state of a checkpoint."""
     with reading(checkpoint):
         state = json_of((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-        if missing := sorted(STATE - state.keys()):
+        if missing := sorted({"step", "controller", "reference_length"} - state.keys()):
             raise ValueError(f"{STATE_FILE} lacks {', '.join(missing)}")
         if repr(state["step"]) != repr(folders.number_of(checkpoint)):
             raise ValueError(f"step in {STATE_FILE} is {reprlib.repr(state['step'])}")
         return state
 
 
-def load_weights(checkpoint: Path, optimizer: Optimizer, anchors: Mapping[str, nn.Module]) -> None:
-    """Load the moments of the optimizer, and the weights of the references and teachers that move, by name."""
+def load_weights(checkpoint: Path, weights: Weights) -> None:
+    """Load the moments of the optimizer, and the weights of the references and teachers that move."""
     with reading(checkpoint):
         saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)  # runs no code
-        optimizer.load_state_dict(saved)
-        for name, model in anchors.items():
+        weights.optimizer.load_state_dict(saved)
+        for name, model in weights.anchors.items():
             load_model(model, str(checkpoint / f"{name}.safetensors"))
 
 
@@ -203,8 +198,8 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
     changes = changes_of(before, now)
     saved_sums = {name: digest for name, digest in stored["sha256"].items() if digest and sums.get(name)}
     moved = {name for name, digest in saved_sums.items() if digest == sums[name]}
-    for name in saved_sums.keys() - moved:
-        changes[name] = (f"{before[name]} {saved_sums[name]}", f"{now[name]} {sums[name]}")
+    others = saved_sums.keys() - moved
+    changes |= {name: (f"{before[name]} {saved_sums[name]}", f"{now[name]} {sums[name]}") for name in others}
     refused = dict.fromkeys(changes.keys() - {*MAY_CHANGE, *ADDRESSES, *moved}, "a resume continues what was saved")
     if reference_kind(config) in ("ema", "periodic") and reference_kind(was) == "none":
         refused["beta"] = "a reference that moves comes from the checkpoint, and the run had no reference"
@@ -253,8 +248,7 @@ def _sum(name: str) -> str:
     inside = sorted(place.iterdir()) if place.is_dir() and not has_own_prompts(name) else []
     files = [file for file in inside if file.suffix in SUMMED] or [place] * place.is_file()
     for file in files:
-        with file.open("rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
+        digest.update(bytes.fromhex(sha256(file)))
     return digest.hexdigest() if files else ""
 
 

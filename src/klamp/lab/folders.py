@@ -14,13 +14,12 @@ from typing import Any
 
 from klamp.doctor.readers.files import object_in
 from klamp.doctor.readers.klamp_run import HISTORY, UNTIL, changes_of, history_of, in_force, shown
-from klamp.errors import ConfigError, KLWarning, RunFolderError
-from klamp.files import at_home, json_of, with_end, yaml_of
+from klamp.errors import KLWarning, RunFolderError
+from klamp.files import at_home, json_of, with_end
 from klamp.lab.config import TrainConfig, field_owners
 from klamp.lab.tasks.base import short_name
 from klamp.names import CONFIG, OUTCOME, SUMMARY
 
-SCORE = "eval/"  # how the name of a skill's score begins in metrics.jsonl
 CHECKPOINTS = "checkpoints"  # the folder inside a run's folder that holds one folder per checkpoint
 SEAL = "checksums.json"  # the file in a checkpoint that holds its checksums; where it is, the checkpoint was complete
 POLICY = "policy"  # the folder inside a checkpoint of klamp's that holds its weights
@@ -52,12 +51,6 @@ def step_of(row: Mapping[str, Any] | None) -> float:
     """The step of a row; infinite if it has no step."""
     step = None if row is None else row.get("step")
     return step if isinstance(step, int | float) else math.inf
-
-
-def scores_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The scores of an evaluation in a row of metrics.jsonl: skill -> score; empty for the row of a step."""
-    scores = {name.removeprefix(SCORE): value for name, value in row.items() if name.startswith(SCORE)}
-    return {name: value for name, value in scores.items() if isinstance(value, int | float)}  # a line may be damaged
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
@@ -125,11 +118,7 @@ def config_of(values: Mapping[str, Any]) -> TrainConfig:
 
 def read(folder: Path) -> dict[str, Any]:
     """All fields of a run's config.yaml, missing ones at their defaults, and its history."""
-    try:
-        values = dict(yaml_of((folder / CONFIG).read_text(encoding="utf-8")) or {})
-    except (OSError, ValueError, TypeError) as error:
-        why, fix = " ".join(str(error).split())[:200], "put it back, or start a new run in another folder"
-        raise ConfigError("the run's configuration cannot be read", got=folder / CONFIG, why=why, fix=fix) from error
+    values = object_in(folder / CONFIG)
     return plain(config_of(values)) | ({HISTORY: entries} if (entries := history_of(values)) else {})
 
 

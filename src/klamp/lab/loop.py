@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.kl import check_beta
 from klamp.config.teacher import OF_THE_POLICY
-from klamp.core.arguments import FLOATS, MASKS, check_instance, check_tensors
+from klamp.core.arguments import FLOATS, MASKS, check_tensors
 from klamp.core.gradients import kl_penalty
 from klamp.core.masking import Totals, masked_mean
 from klamp.core.objective import grpo_loss
@@ -42,7 +42,7 @@ from klamp.lab.anchors import LocalReference
 from klamp.lab.checkpoint import check_resume, identity
 from klamp.lab.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.lab.evaluation import check_same, evaluate, fingerprints, teacher_answers
-from klamp.lab.folders import checkpoints, lines_of, number_of, opened_folder, scores_of, step_of
+from klamp.lab.folders import checkpoints, number_of, opened_folder
 from klamp.lab.interrupts import Interrupt, deferred_interrupts
 from klamp.lab.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers, stopped_by
 from klamp.lab.rollouts import Rollout, collect, measure_reference_length
@@ -50,7 +50,7 @@ from klamp.lab.sampling import examples_of_step
 from klamp.lab.setup import Context, build, check_processes
 from klamp.lab.tasks.base import Example, Task, checked
 from klamp.lab.tasks.files import chat_cautions
-from klamp.names import IDENTITY, METRICS_FILE
+from klamp.names import IDENTITY
 from klamp.scoring.completions import Completions
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, Scorer, score
@@ -91,7 +91,6 @@ def compute_loss(
     ref_log_probs: LogProbs | None = None,
     kl_coef: float = 0.0,
     cliprange: float = 0.2,
-    kl: KLConfig | None = None,
     totals: Totals | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped policy loss plus KL penalty, averaged over the response tokens.
@@ -105,7 +104,6 @@ def compute_loss(
     Args:
         old_log_probs: under the policy at rollout time; None: the policy itself.
         ref_log_probs: under the reference; needed where kl_coef > 0.
-        kl: any other KL term; its beta replaces kl_coef.
         totals: size of the whole batch when this is a micro-batch of it.
 
     Returns:
@@ -113,23 +111,14 @@ def compute_loss(
         token), `policy_loss`, `clip_fraction`, `log_prob_mean`.
 
     Raises:
-        ConfigError: kl_coef > 0 without ref_log_probs, both kl_coef and kl, or a number that is none.
+        ConfigError: kl_coef > 0 without ref_log_probs, or a number that is none.
         TensorError, ShapeError, EmptyMaskError, NonFiniteError: tensors that cannot be used.
 
     Source: the from-scratch guide (docs/sources.md)
     """
     check_beta(kl_coef, name="kl_coef")
     check_tensors(MASKS, response_mask=response_mask)
-    if kl is not None:
-        check_instance("kl", kl, KLConfig)
-    if kl is not None and kl_coef:
-        raise ConfigError(
-            "kl_coef and kl are both given",
-            got=f"kl_coef={kl_coef}, kl with beta={kl.beta}",
-            why="both say how much of the KL enters",
-            fix="set kl's beta, and leave kl_coef out",
-        )
-    objective = build_objective(kl or printed_kl(kl_coef), printed_loss(cliprange), max_length=1)
+    objective = build_objective(printed_kl(kl_coef), printed_loss(cliprange), max_length=1)
     batch = Batch(
         policy_logprobs=policy_log_probs,
         mask=response_mask,
@@ -186,11 +175,9 @@ def grpo_microbatch_step(
     Raises:
         ConfigError: kl_coef > 0 without a reference.
     """
-    check_beta(kl_coef, name="kl_coef")
-    ref_log_probs = None
-    if kl_coef > 0:
-        with torch.no_grad():
-            ref_log_probs = _log_probs(needed_reference(ref_model, kl_coef), completions, temperature)
+    reference = needed_reference(ref_model, kl_coef)
+    with torch.no_grad():
+        ref_log_probs = None if reference is None else _log_probs(reference, completions, temperature)
     loss, metadata = compute_loss(
         _log_probs(model, completions, temperature),
         old_log_probs,
@@ -205,16 +192,14 @@ def grpo_microbatch_step(
     return loss.detach(), metadata
 
 
-def needed_reference(ref_model: nn.Module | None, kl_coef: float) -> nn.Module:
-    """The reference; a ConfigError if there is none."""
-    if ref_model is None:
-        raise ConfigError(
-            "kl_coef is positive and there is no reference",
-            got=f"kl_coef={kl_coef}, ref_model=None",
-            why="a KL needs something to be the distance to",
-            fix="pass ref_model (a frozen copy of the starting policy), or kl_coef=0",
-        )
-    return ref_model
+def needed_reference(ref_model: nn.Module | None, kl_coef: float) -> nn.Module | None:
+    """The reference; None if `kl_coef` is 0, a ConfigError if it is missing."""
+    check_beta(kl_coef, name="kl_coef")
+    if kl_coef > 0 and ref_model is None:
+        got, why = f"kl_coef={kl_coef}, ref_model=None", "a KL needs something to be the distance to"
+        fix = "pass ref_model (a frozen copy of the starting policy), or kl_coef=0"
+        raise ConfigError("kl_coef is positive and there is no reference", got=got, why=why, fix=fix)
+    return ref_model if kl_coef > 0 else None
 
 
 def _log_probs(model: nn.Module, completions: Completions, temperature: float) -> LogProbs:
@@ -223,18 +208,10 @@ def _log_probs(model: nn.Module, completions: Completions, temperature: float) -
     return score(model, completions, temperature=temperature).logprobs
 
 
-class StepOutput(NamedTuple):
-    """What one step of GRPO gave."""
-
-    rollout: Rollout  # the completions that were trained on
-    first: updates.UpdateOutput  # what its first update measured
-    metrics: dict[str, float]  # name -> value, names as in `klamp.doctor.metrics`
-
-
 def take_step(
     context: Context, optimizer: Optimizer, examples: Sequence[Example], *, step: int, total_steps: int
-) -> StepOutput:
-    """One step of GRPO: sample and score completions, update the policy, measure, adjust beta.
+) -> tuple[Rollout, dict[str, float]]:
+    """One step of GRPO: sample and score completions, update the policy, measure, adjust beta; and its metrics.
 
     `step` counts from 0, and with the seed it determines every draw. After a RewardError the weights are as they were.
     """
@@ -245,15 +222,15 @@ def take_step(
     outputs: list[updates.UpdateOutput] = []
     for _ in range(config.optim.num_iterations):
         outputs.append(updates.update(context, optimizer, rollout, objective))
-        if outputs[-1].stopped:
-            break
         rollout = updates.with_old_logprobs(rollout, outputs[0])
+        if outputs[-1].grad_norm is None:
+            break
     metrics = updates.measured(context, rollout, outputs) | {"train/learning_rate": rate}
     metrics |= updates.control_metrics(context, beta, metrics)
     metrics |= {"teacher/coef": coefficient} if len(objective.terms) > 1 else {}
     if (kl := held_kl(metrics, exact_everywhere=context.exact_everywhere)) is not None:
         context.control.update(kl, metrics, rollout.rewards.view(-1, config.rollout.num_generations))
-    return StepOutput(rollout, outputs[0], metrics)
+    return rollout, metrics
 
 
 def train(
@@ -297,7 +274,7 @@ def train(
     """
     if not prompts:
         raise DataError("there are no prompts", got="prompts=[]", why="a rollout needs one", fix="pass at least one")
-    check_beta(kl_coef, name="kl_coef")
+    frozen = needed_reference(ref_model, kl_coef)
     scored = checked(lambda example, text: reward(example.prompt, text), name=getattr(reward, "__name__", "reward"))
     rows = [Example(prompt=prompt) for prompt in prompts]
     config = TrainConfig(
@@ -307,7 +284,6 @@ def train(
         optim=optim or OptimConfig(),
         run=RunConfig(seed=seed, exact_kl_completions=0),
     )
-    frozen = needed_reference(ref_model, kl_coef) if kl_coef > 0 else None
     context = Context(
         config=config,
         scorer=Scorer(model, probe(model)),
@@ -319,8 +295,8 @@ def train(
     for step in range(steps):
         first = step * config.rollout.prompts_per_step
         chosen = [rows[(first + i) % len(rows)] for i in range(config.rollout.prompts_per_step)]
-        output = take_step(context, optimizer, chosen, step=step, total_steps=steps)
-        metrics = {name.removeprefix("train/"): value for name, value in output.metrics.items()}
+        _, metrics = take_step(context, optimizer, chosen, step=step, total_steps=steps)
+        metrics = {name.removeprefix("train/"): value for name, value in metrics.items()}
         log_train(step + 1, metrics, writer=writer)
         history.append(metrics)
     return history
@@ -335,16 +311,15 @@ def log_train(step: int, metrics: Mapping[str, float], *, writer: Any = None) ->
     if writer is not None:
         for name, value in metrics.items():
             writer.add_scalar(f"train/{name}", value, step)
-    names = {"loss": "Loss", "grad_norm": "Grad norm", "reward": "Reward", "kl_penalty": "KL penalty"}
-    rounded = {name: round(metrics[name], 4) + 0.0 for name in names if name in metrics}  # -0.0000 says nothing
-    shown = [f"{names[name]}: {value:.4f}" for name, value in rounded.items()]
+    labels = {"loss": "Loss", "grad_norm": "Grad norm", "reward": "Reward", "kl_penalty": "KL penalty"}
+    shown = [f"{labels[name]}: {metrics[name]:z.4f}" for name in labels if name in metrics]  # z: no -0.0000
     line = " | ".join([f"Step {step}", *shown])
     log.info(line)
     return line
 
 
 class Trainer:
-    """A run of a configuration: how far it is, what it measured last, and the observers that are told of it."""
+    """A run of a configuration: how far it is, and the observers that are told of it."""
 
     def __init__(self, context: Context, observers: Sequence[Observer], folder: Path = Path()) -> None:
         config = context.config
@@ -352,13 +327,12 @@ class Trainer:
         self.optimizer = updates.adamw(context.policy, config)
         self.optimizer.register_step_pre_hook(self._begin_update)
         self.schedule = updates.schedule_of(self.optimizer, config)
-        self.alarms = AlarmObserver(self.tell, rl_skill=context.task.rl_skill, stop_on=config.run.stop_on)
+        moving = {name: anchor.average for name, anchor in context.moving.items()}
+        self.weights = checkpoint.Weights(context.policy, context.tokenizer, self.optimizer, moving)
+        self.alarms = AlarmObserver(self.tell, rl_skill=context.task.rl_skill)
         self.observers = [*observers, self.alarms]
-        self.saved: tuple[int, Path | None] = (0, None)
-        self.before, self.after, self.metrics = (dict[str, float]() for _ in range(3))
         self.whole = True  # whether the weights are those of the last step done, and not half way through the next one
         self.fingerprints = fingerprints(context)
-        self.identity: Mapping[str, Any] = {}
 
     def _begin_update(self, *_: object) -> None:
         self.whole = False
@@ -377,7 +351,8 @@ class Trainer:
                 if saved is not None:
                     run.resume(saved)
                 run.tell(lambda o: o.on_start(run.info(changes)))
-                run.warn(*chat_cautions(config.task, run.context.tokenizer, run.context.stop))
+                for text in chat_cautions(config.task, run.context.tokenizer, run.context.stop):
+                    run.warn(text)
                 return run.run()
             finally:
                 for observer in everyone:
@@ -387,30 +362,29 @@ class Trainer:
         """Take all steps that are left; if the run ends early, the state is saved."""
         started = time.perf_counter()
         measure_reference_length(self.context)
-        if not self.before or (self.is_due(self.context.config.run.eval_every) and not self.after):
-            self.after = self.evaluate()
-            self.before = self.before or self.after
+        past = self.alarms.watch.history
+        evaluated = past.evaluations[-1].step if past.evaluations else None
+        if evaluated is None or (evaluated < self.step and self.is_due(self.context.config.run.eval_every)):
+            self.evaluate()
         with deferred_interrupts() as interrupt:
             try:
                 while self.step < self.context.config.run.max_steps:
                     self.end_step(self.train_step(), interrupt)
-            except (KeyboardInterrupt, KlampError) as error:
-                step, folder = self.last_checkpoint()
-                saved = f"the state after step {step} is saved in {folder}"
-                saved = "no step was saved yet" if folder is None else saved
-                if isinstance(error, KeyboardInterrupt):
-                    raise self.stopped(saved, resumable=folder is not None) from error
+            except KeyboardInterrupt as stop:
+                raise self.stopped() from stop
+            except KlampError as error:
+                step, folder = self.save_whole()
                 if folder is not None:
-                    error.add_note(f"  {saved}")
+                    error.add_note(f"  the state after step {step} is saved in {folder}")
                 raise
         summary = RunSummary(
             output_dir=self.folder,
             steps=self.step,
             seconds=time.perf_counter() - started,
             rl_skill=self.context.task.rl_skill,
-            before=self.before,
-            after=self.after,
-            final_metrics=self.metrics,
+            before=past.evaluations[0].metrics,
+            after=past.evaluations[-1].metrics,
+            final_metrics=past.rows[-1].metrics if past.rows else {},
         )
         self.tell(lambda o: o.on_end(summary))
         return summary
@@ -419,29 +393,28 @@ class Trainer:
         """Take the next step; returns its metrics."""
         started, context, run = time.perf_counter(), self.context, self.context.config.run
         examples = self.prompts(self.step)
-        step = take_step(context, self.optimizer, examples, step=self.step, total_steps=run.max_steps)
+        rollout, metrics = take_step(context, self.optimizer, examples, step=self.step, total_steps=run.max_steps)
         self.schedule.step()
         if self.step == 0:
-            self._check_step_zero(step.metrics)
+            self._check_step_zero(metrics)
         if run.log_completions and (self.step == 0 or (self.step + 1) % run.log_completions_every == 0):
-            count = min(run.log_completions, len(step.rollout.texts))
-            rows = [updates.completion_row(context, step.rollout, step.first, i) for i in range(count)]
+            count = min(run.log_completions, len(rollout.texts))
+            rows = [updates.completion_row(context, rollout, i) for i in range(count)]
             self.tell(lambda o: o.on_completions(self.step + 1, rows))
         self.step += 1
         for anchor in context.moving.values():
             anchor.after_step(context.policy, self.step)
         self.whole = True
         seconds = max(time.perf_counter() - started, 1e-9)
-        tokens = float(step.rollout.totals.tokens)
-        return step.metrics | {"speed/step_seconds": seconds, "speed/tokens_per_second": tokens / seconds}
+        tokens = float(rollout.totals.tokens)
+        return metrics | {"speed/step_seconds": seconds, "speed/tokens_per_second": tokens / seconds}
 
     def end_step(self, metrics: dict[str, float], interrupt: Interrupt) -> None:
         """Tell of a step that is done, evaluate and save where that is due; raise if the run ends early."""
         run = self.context.config.run
-        self.metrics = metrics
         self.tell(lambda o: o.on_step(self.step, metrics))
         if self.is_due(run.eval_every):
-            self.after = self.evaluate()
+            self.evaluate()
         if self.is_due(run.save_every):
             self.save()
         if self.step == run.max_steps:
@@ -457,80 +430,56 @@ class Trainer:
         size, seed = config.rollout.prompts_per_step, config.run.seed
         return [rows[i] for i in examples_of_step(step, len(rows), size=size, seed=seed)]
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> None:
         """Evaluate every skill now and tell the observers; after the last step with the teacher's answers too."""
         scores, answers = evaluate(self.context)
         if self.step == self.context.config.run.max_steps:
             answers += teacher_answers(self.context)
         self.tell(lambda o: o.on_evaluation(self.step, scores))
         self.tell(lambda o: o.on_answers(self.step, answers))
-        return scores
 
     def is_due(self, every: int) -> bool:
         """Whether what is done every so many steps (0: only at the end) is to be done after this one."""
         return self.step == self.context.config.run.max_steps or bool(every and self.step % every == 0)
 
-    def save(self) -> Path | None:
-        """Write a checkpoint of the last step done, unless this run has saved that step before."""
-        if self.saved[0] != self.step:
-            context = self.context
-            self.identity = self.identity or identity(context.config)
-            state = {
-                "step": self.step,
-                **context.control.state_dict(),
-                "fingerprints": self.fingerprints,
-                "schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
-            }
-            folder = checkpoint.save(
-                self.folder,
-                self.step,
-                policy=context.policy,
-                tokenizer=context.tokenizer,
-                optimizer=self.optimizer,
-                anchors={name: anchor.average for name, anchor in context.moving.items()},
-                documents={checkpoint.STATE_FILE: state, IDENTITY: self.identity},
-                keep=context.config.run.keep_checkpoints,
-            )
-            self.saved = (self.step, folder)
-            self.tell(lambda o: o.on_checkpoint(self.step, folder))
-        return self.saved[1]
+    def save(self) -> None:
+        """Write a checkpoint of the last step done, unless there is one."""
+        context, (step, newest) = self.context, self.newest_checkpoint()
+        if step == self.step:
+            return
+        state = {"step": self.step, **context.control.state_dict(), "fingerprints": self.fingerprints}
+        documents = {checkpoint.STATE_FILE: state, IDENTITY: identity(context.config, newest)}
+        keep = context.config.run.keep_checkpoints
+        checkpoint.save(self.folder, self.step, self.weights, documents, keep=keep)
 
-    def last_checkpoint(self) -> tuple[int, Path | None]:
-        """The step to continue from and its folder: the last one done, or in mid-update the newest on disk."""
+    def save_whole(self) -> tuple[int, Path | None]:
+        """Save the last step done, unless an update is under way; returns the newest checkpoint."""
         if self.whole and self.folder.is_dir():
             with suppress(KeyboardInterrupt, RunFolderError):  # impatience or a full disk: an older one is there
-                return self.step, self.save()
+                self.save()
+        return self.newest_checkpoint()
+
+    def newest_checkpoint(self) -> tuple[int, Path | None]:
+        """The step of the newest checkpoint, and its folder; 0 and None without one."""
         saved = checkpoints(self.folder)
         return (number_of(saved[-1]), saved[-1]) if saved else (0, None)
 
     def resume(self, folder: Path) -> None:
-        """Continue from a checkpoint, whose policy is loaded, and from what metrics.jsonl says of the steps done."""
+        """Continue from a checkpoint, whose policy is loaded."""
         state = checkpoint.load_state(folder)
         check_same(dict(state.get("fingerprints") or {}), self.fingerprints, checkpoint=folder)
-        self.identity = identity(self.context.config, folder)
-        anchors = {name: anchor.average for name, anchor in self.context.moving.items()}
-        checkpoint.load_weights(folder, self.optimizer, anchors)
+        checkpoint.load_weights(folder, self.weights)
         with checkpoint.reading(folder):
-            self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
-            if repr(self.schedule.last_epoch) != repr(state["step"]):
-                raise TypeError(f"last_epoch of the schedule is {self.schedule.last_epoch!r}")
             go_on_from(self.schedule, state["step"], self.context.config.optim.learning_rate)
             self.context.control.load_state_dict(state)
             self.step = state["step"]
-        self.saved = (self.step, folder)
-        rows = [row for row in lines_of(self.folder / METRICS_FILE) if step_of(row) <= self.step]
-        evaluated, steps = [row for row in rows if scores_of(row)], [row for row in rows if "reward" in row]
-        self.before = scores_of(evaluated[0]) if evaluated else {}
-        self.metrics = {name: x for name, x in steps[-1].items() if name != "step"} if steps else {}
-        self.after = scores_of(evaluated[-1]) if evaluated and evaluated[-1]["step"] == self.step else {}
 
     def tell(self, hook: Callable[[Observer], None]) -> None:
         for observer in self.observers:
             hook(observer)
 
-    def warn(self, *texts: str) -> None:
-        for text in texts:
-            self.tell(lambda o, text=text: o.on_warning(text))
+    def warn(self, text: str) -> None:
+        self.tell(lambda o: o.on_warning(text))
 
     def _check_step_zero(self, metrics: Mapping[str, float]) -> None:
         """Warn if the teacher is the policy itself, and the KL to it before the first update is not 0."""
@@ -539,16 +488,18 @@ class Trainer:
         kl = abs(metrics.get("teacher/kl", 0.0))
         if itself and not teacher.teacher_prompt and kl > STEP_ZERO_KL:
             self.warn(
-                f"The KL to the teacher before the first update is {metrics['teacher/kl']:.2e} nats per token and "
-                "should be about 0: it is the same model at the same prompts. Its numbers likely belong to other "
-                "tokens, or to another temperature."
+                f"The KL to the teacher before the first update is {kl:.2e} nats per token and should be about 0: it "
+                "is the same model at the same prompts. Its numbers may belong to other tokens or another temperature."
             )
 
-    def stopped(self, saved: str, *, resumable: bool) -> TrainingStopped:
+    def stopped(self) -> TrainingStopped:
+        """The error for an interrupt, once the state is saved."""
+        step, folder = self.save_whole()
         what = f"training was stopped after step {self.step} of {self.context.config.run.max_steps}"
+        why = "no step was saved yet" if folder is None else f"the state after step {step} is saved in {folder}"
         fix = f"continue with: klamp train --resume {self.folder}"
-        fix = fix if resumable else "start it again in another folder, or in this one, with --resume"
-        return TrainingStopped(what, got="an interrupt", resumable=resumable, why=saved, fix=fix)
+        fix = "start it again in another folder, or in this one, with --resume" if folder is None else fix
+        return TrainingStopped(what, got="an interrupt", resumable=folder is not None, why=why, fix=fix)
 
     def info(self, changes: str = "") -> RunInfo:
         """What is known before the first step; `changes` are those of a resume, in words."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 import yaml
@@ -25,7 +25,7 @@ from klamp.errors import ConfigError, DataError, TrainingStopped
 from klamp.hosts.common.versions import installed_version
 from klamp.lab import folders
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import SCORE, lines_of, write_whole
+from klamp.lab.folders import lines_of, write_whole
 from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 
 
@@ -76,9 +76,6 @@ class Observer:
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
         """Called with a sample of the step's completions."""
 
-    def on_checkpoint(self, step: int, folder: Path) -> None:
-        """Called when a checkpoint was written."""
-
     def on_alarm(self, finding: AlarmFinding) -> None:
         """Called when an alarm rose, once per alarm in a run; see `klamp.doctor.alarms`."""
 
@@ -95,17 +92,14 @@ class Observer:
 class AlarmObserver(Observer):
     """Examines the run with every alarm after each step and evaluation; `tell` reaches all observers."""
 
-    def __init__(
-        self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str, stop_on: Sequence[str] = ()
-    ) -> None:
-        self.tell, self.rl_skill, self.stop_on = tell, rl_skill, tuple(stop_on)
-        self.watch = AlarmWatch(RunSettings(), stop_on=stop_on)
+    def __init__(self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str) -> None:
+        self.tell, self.rl_skill, self.watch = tell, rl_skill, AlarmWatch(RunSettings())
 
     def on_start(self, info: RunInfo) -> None:
         """Keep the configuration, and take up the record of the steps before a checkpoint, unless it is damaged."""
         settings = settings_of_run(info.config.flat(), rl_skill=self.rl_skill)
         names = {row["name"] for row in lines_of(info.output_dir / ALARMS_FILE) if isinstance(row.get("name"), str)}
-        self.watch = AlarmWatch(settings, reported=names, stop_on=self.stop_on)
+        self.watch = AlarmWatch(settings, reported=names, stop_on=info.config.run.stop_on)
         with suppress(DataError, ConfigError):
             past = read_klamp_run(info.output_dir) if info.start_step else History()
             completions = chain.from_iterable(past.completions.values())
@@ -134,10 +128,7 @@ def stopped_by(finding: AlarmFinding, after: str) -> TrainingStopped:
     return TrainingStopped(what, got=evidence.text, resumable=True, why=why, fix=fix)
 
 
-PACKAGES = (
-    *("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors"),
-    *("verl", "ray", "vllm"),
-)
+PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors", "verl", "ray", "vllm")
 
 
 def versions() -> dict[str, str]:
@@ -146,36 +137,33 @@ def versions() -> dict[str, str]:
     return {**machine, **packages, "torch_threads": str(torch.get_num_threads())}
 
 
-class Tracker(NamedTuple):
-    """Where metrics are shown besides the run's own files: `log` shows the values of a step, `close` ends it."""
-
-    log: Callable[[Mapping[str, float], int], object]
-    close: Callable[[], object]
+Tracker: TypeAlias = Callable[[Mapping[str, float], int], object]  # shows the values of a step
 
 
-def tensorboard(folder: Path, config: TrainConfig, done: int) -> Tracker:
+def tensorboard(folder: Path, config: TrainConfig, done: int, ending: ExitStack) -> Tracker:
     """Scalars in the folder `tracking` of a run; what a killed run left of steps after `done` is no longer shown."""
     from torch.utils.tensorboard import SummaryWriter
 
     purge = (done + 1 if done else 0) if config.run.resume else None
-    writer = SummaryWriter(str(folder / "tracking"), purge_step=purge)
+    writer = ending.enter_context(SummaryWriter(str(folder / "tracking"), purge_step=purge))
 
     def log(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    return Tracker(log, writer.close)
+    return log
 
 
-def wandb(folder: Path, config: TrainConfig, done: int) -> Tracker:
+def wandb(folder: Path, config: TrainConfig, done: int, ending: ExitStack) -> Tracker:
     import wandb
 
     run = wandb.init(project="klamp", dir=str(folder), config=folders.plain(config))
-    return Tracker(lambda values, step: run.log(dict(values), step=step), run.finish)
+    ending.callback(run.finish)
+    return lambda values, step: run.log(dict(values), step=step)
 
 
-TRACKERS: Mapping[str, Callable[[Path, TrainConfig, int], Tracker]] = {"tensorboard": tensorboard, "wandb": wandb}
+TRACKERS = {"tensorboard": tensorboard, "wandb": wandb}
 
 
 def check_trackers(config: TrainConfig) -> None:
@@ -190,7 +178,7 @@ class RunLog(Observer):
     """An observer that writes the files of a run and feeds the trackers."""
 
     def __init__(self) -> None:
-        self.trackers: list[Tracker] = []
+        self.trackers, self.ending = list[Tracker](), ExitStack()
         self.folder: Path | None = None
         self.step = 0
         self.cautions: set[str] = set()
@@ -199,7 +187,6 @@ class RunLog(Observer):
         """Write configuration and versions; on resume, delete what is of later steps, and what a killed run left."""
         self.folder, self.step = info.output_dir, info.start_step
         with self._writing() as folder:
-            folder.mkdir(parents=True, exist_ok=True)
             past = folders.read(folder) if self.step and (folder / CONFIG).is_file() else {}
             now = folders.with_history(info.config, past, self.step)
             if now != past | {name: now[name] for name in PLACE}:  # a resume that changes nothing writes nothing
@@ -209,18 +196,15 @@ class RunLog(Observer):
                 _keep_until(folder / name, self.step or -1)
             folders.tidy(folder, keep=info.config.run.keep_checkpoints)
             for name in info.config.run.report_to:
-                self.trackers.append(TRACKERS[name](folder, info.config, self.step))
+                self.trackers.append(TRACKERS[name](folder, info.config, self.step, self.ending))
             self.cautions = {str(row.get("text")) for row in lines_of(folder / CAUTIONS)}
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step = step
-        self._append(METRICS_FILE, {"step": step, **metrics})
-        self._track(metrics, step)
+        self._log(step, metrics)
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        named = {f"{SCORE}{skill}": value for skill, value in scores.items()}
-        self._append(METRICS_FILE, {"step": step, **named})
-        self._track(named, step)
+        self._log(step, {f"eval/{skill}": value for skill, value in scores.items()})
 
     def on_answers(self, step: int, rows: list[dict[str, object]]) -> None:
         self._append(ANSWERS, *({"step": step, **row} for row in rows))
@@ -255,16 +239,15 @@ class RunLog(Observer):
         with self._writing() as folder, (folder / name).open("a", encoding="utf-8") as file:
             file.write("".join(f"{json.dumps(row)}\n" for row in rows))
 
-    def _track(self, values: Mapping[str, float], step: int) -> None:
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        self._append(METRICS_FILE, {"step": step, **values})
         with self._writing():
             for tracker in self.trackers:
-                tracker.log(values, step)
+                tracker(values, step)
 
     def close(self) -> None:
-        """Close the trackers, each as far as it can: one that could not write fails at its end too."""
-        while self.trackers:
-            with suppress(OSError):
-                self.trackers.pop().close()
+        with suppress(OSError):  # a tracker that could not write fails at its end too
+            self.ending.close()
 
 
 def _keep_until(file: Path, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +17,11 @@ from klamp.core.term import Weighted, measure, prepare, sequence_gate_kl
 from klamp.core.types import Batch, Direction, Scored, held_anchors
 from klamp.errors import ConfigError
 from klamp.hosts.common.rollout import kl_tokens
-from klamp.lab.anchors import LocalReference, Reference, TeacherScores, of_part, score_rows
+from klamp.lab.anchors import LocalReference, Reference, RowPredictions, TeacherScores, score_rows
 from klamp.lab.sampling import encode_prompts, generate, uniform_numbers
 from klamp.lab.setup import Context
 from klamp.lab.tasks.base import NO_REWARD, Example
 from klamp.scoring.completions import Completions, select
-from klamp.scoring.model_parts import Predictions
 from klamp.scoring.scorer import Ask, ExactKL, Scores, joined
 
 LENGTH_PROMPTS = 64  # prompts by whose completions the reference's length is measured
@@ -41,47 +41,26 @@ class Rollout:
     totals: Totals  # the counts of the whole step
     ref_logprobs: Tensor | None = None  # [B, T] log-probabilities under the reference; None where none is loaded
     original_logprobs: Tensor | None = None  # [B, T] under the model that a moving reference started from
-    exact_rows: Tensor | None = None  # [B] bool: completions whose exact KL is measured
-    ref_predictions: Predictions | None = None  # [sum(exact_rows), T, ...] the reference's for the rows of `exact_rows`
+    ref_predictions: RowPredictions | None = None  # for the completions whose exact KL is measured
     teacher_scores: TeacherScores | None = None  # None without a teacher
     gate_kl: Tensor | None = None  # [B] KL (nats per sequence) that decides the clip
     reference_length: Tensor | None = None  # [B] reference lengths in tokens
     old_logprobs: Tensor | None = None  # [B, T] log-probabilities before the first update; None until then
-    before: Scores | None = None
-    """The policy's scores before the first update; None: no clip and no KL in the reward needs them."""
+    before: Scores | None = None  # the policy's before the first update, if a clip or a KL in the reward needs them
 
 
 def collect(context: Context, examples: Sequence[Example], *, step: int, terms: Sequence[Weighted]) -> Rollout:
     """Sample completions for the prompts of a step, score and reward them; `terms`: for a KL in the reward."""
-    rollout = context.config.rollout
-    chosen = [example for example in examples for _ in range(rollout.num_generations)]
-    uniforms = uniform_numbers(context.config.run.seed, step, len(chosen), rollout.max_completion_length)
-    completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms)
-    return rate(context, chosen, completions, terms=[term for term in terms if term.coefficient > 0])
-
-
-def completed(
-    context: Context, prompts: Sequence[str], *, uniforms: Tensor | None, reference: LocalReference | None = None
-) -> Completions:
-    """One completion of each prompt by the policy, or by the reference; `uniforms` as in `generate`."""
-    ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
-    options: dict[str, Any] = {"rollout": context.config.rollout, "stop": context.stop, "pad": context.pad}
-    if reference is None:
-        return generate(context.policy, ids, mask, uniforms=uniforms, traits=context.scorer.traits, **options)
-    with reference.sampling_model() as model:
-        return generate(model, ids, mask, uniforms=uniforms, traits=reference.scorer.traits, **options)
-
-
-def rate(
-    context: Context, chosen: Sequence[Example], completions: Completions, *, terms: Sequence[Weighted]
-) -> Rollout:
-    """Add masks, rewards, reference scores and advantages to sampled completions, a group next to each other."""
+    config = context.config.rollout
+    chosen = [example for example in examples for _ in range(config.num_generations)]
+    uniforms = uniform_numbers(context.config.run.seed, step, len(chosen), config.max_completion_length)
+    completions = completed(context, [example.prompt for example in chosen], uniforms=uniforms)
     texts, mask = completions.texts(context.tokenizer), completions.mask
     rewards = [context.task.score(example, text) for example, text in zip(chosen, texts, strict=True)]
-    if context.config.rollout.mask_truncated_completions:
+    if config.mask_truncated_completions:
         mask = mask & completions.ended[:, None]
     kl_mask = kl_tokens(completions.ids, mask, context.excluded)
-    lengths = context.control.reference_lengths([e.reference_length for e in chosen])
+    lengths = context.control.reference_lengths([example.reference_length for example in chosen])
     rollout = Rollout(
         examples=chosen,
         texts=texts,
@@ -93,12 +72,24 @@ def rate(
         totals=Totals(*(max(1.0, float(x)) for x in (len(chosen), mask.sum(), kl_mask.sum()))),
         reference_length=None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device),
     )
-    how: dict[str, Any] = {"temperature": context.config.rollout.temperature, "parts": context.parts(len(texts))}
+    how: dict[str, Any] = {"temperature": config.temperature, "parts": context.parts(len(texts))}
     if context.reference is not None:
         rollout = _with_reference(context, rollout, context.reference, how)
     if context.teachers is not None:
         rollout = replace(rollout, teacher_scores=context.teachers.score(chosen, completions, **how))
+    terms = [term for term in terms if term.coefficient > 0]
     return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
+
+
+def completed(
+    context: Context, prompts: Sequence[str], *, uniforms: Tensor | None, reference: LocalReference | None = None
+) -> Completions:
+    """One completion of each prompt by the policy, or by the reference; `uniforms` as in `generate`."""
+    ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
+    options: dict[str, Any] = {"rollout": context.config.rollout, "stop": context.stop, "pad": context.pad}
+    traits = (context if reference is None else reference).scorer.traits
+    with nullcontext(context.policy) if reference is None else reference.sampling_model() as model:
+        return generate(model, ids, mask, uniforms=uniforms, traits=traits, **options)
 
 
 def _with_reference(context: Context, rollout: Rollout, reference: Reference, how: dict[str, Any]) -> Rollout:
@@ -109,16 +100,14 @@ def _with_reference(context: Context, rollout: Rollout, reference: Reference, ho
     if context.original is not None:
         original, _ = score_rows(context.original, rollout.completions, everyone, **how)
         rollout = replace(rollout, original_logprobs=original)
-    exact_rows = rows if isinstance(reference, LocalReference) else None
-    return replace(rollout, ref_logprobs=logprobs, exact_rows=exact_rows, ref_predictions=predictions)
+    return replace(rollout, ref_logprobs=logprobs, ref_predictions=predictions)
 
 
 def exact_of(context: Context, rollout: Rollout, part: slice, *, learns: tuple[Direction, ...] = ()) -> ExactKL | None:
     """What a scorer needs to measure the exact KL of a part of the rollout; None where it is measured in no row."""
-    rows, predictions = rollout.exact_rows, rollout.ref_predictions
-    if rows is None or predictions is None or (ref := of_part(predictions, rows, part)) is None:
+    if rollout.ref_predictions is None or (ref := rollout.ref_predictions.part(part)) is None:
         return None
-    return ExactKL(rows=rows[part], ref=ref, directions=context.exact_directions, learns=learns)
+    return ExactKL(rows=ref.rows, ref=ref.predictions, directions=context.exact_directions, learns=learns)
 
 
 @torch.no_grad()

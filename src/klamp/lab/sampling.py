@@ -94,8 +94,8 @@ def generate(
     width, length = prompt_ids.shape[1], rollout.max_completion_length
     with _plain_generation(model):
         if traits is not None and traits.sharing != "no" and OpenedModel(model, traits).is_steady(width + length):
-            options: dict[str, Any] = {"rollout": rollout, "stop": stop, "uniforms": uniforms}
-            ids, logprobs = decode(model, prompt_ids, prompt_mask, traits=traits, **options)
+            choices: dict[str, Any] = {"rollout": rollout, "stop": stop, "uniforms": uniforms, "traits": traits}
+            ids, logprobs = decode(model, prompt_ids, prompt_mask, **choices)
         else:
             sampler = None if uniforms is None else InverseSampler(uniforms, width, rollout)
             ids = model.generate(  # pyright: ignore[reportCallIssue]
@@ -161,12 +161,9 @@ def decode(
 
 def warpers_of(rollout: RolloutConfig) -> LogitsProcessorList:
     """The top-p and top-k of a configuration, as transformers' own functions."""
-    warpers = LogitsProcessorList()
-    if rollout.top_k > 0:
-        warpers.append(TopKLogitsWarper(rollout.top_k))
-    if rollout.top_p < 1:
-        warpers.append(TopPLogitsWarper(rollout.top_p))
-    return warpers
+    top_k = [TopKLogitsWarper(rollout.top_k)] if rollout.top_k > 0 else []
+    top_p = [TopPLogitsWarper(rollout.top_p)] if rollout.top_p < 1 else []
+    return LogitsProcessorList([*top_k, *top_p])
 
 
 def draw(

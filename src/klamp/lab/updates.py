@@ -16,23 +16,23 @@ from transformers import get_scheduler
 
 from klamp.config.loss import configured_price, spread_of_group
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import masked_log_ratio, masked_mean, masked_sum, upcast
+from klamp.core.masking import masked_log_ratio, masked_mean, upcast
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.penalty import kl_metrics
-from klamp.core.term import carries_kl, measure
+from klamp.core.term import measure
 from klamp.core.types import Batch, Direction
-from klamp.doctor.metrics import Counted, averaged_over, check_metrics
+from klamp.doctor.metrics import check_metrics
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.anchors import prefix_kl
 from klamp.hosts.common.control import check_kl, held_kl
 from klamp.hosts.common.step_metrics import StepRecord, repeated_pairs, reward_length_correlation, step_metrics
-from klamp.lab.anchors import TeacherScores, of_part
+from klamp.lab.anchors import TeacherScores
 from klamp.lab.config import TrainConfig
 from klamp.lab.rollouts import Rollout, batch_of, exact_of
 from klamp.lab.setup import Context
 from klamp.lab.tasks.base import NO_REWARD
 from klamp.scoring.completions import select
-from klamp.scoring.scorer import Ask, Scores, TeacherKL, joined, pad_tokens
+from klamp.scoring.scorer import Ask, Scores, TeacherKL, joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,66 +40,43 @@ class UpdateOutput:
     """What one update measured."""
 
     scores: Scores  # the policy's scores of the rollout before the update, detached
-    losses: dict[str, float]
-    """train/loss, train/policy_loss, train/kl_penalty of the whole step, and what else is measured in the loss."""
-    grad_norm: float  # norm of the gradient before clipping
-    kl_old: float  # k3 of KL(old||policy) in nats per token; 0 in a rollout's first update
-    stopped: bool = False  # whether the optimizer step was left out because that exceeds kl_early_stop
+    losses: dict[str, float]  # the loss and its metrics over the whole step
+    grad_norm: float | None  # before clipping; None: the KL to the old policy exceeds kl_early_stop, no step was taken
 
 
 def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: Objective) -> UpdateOutput:
     """One optimizer step with the gradient of the whole rollout; a NonFiniteError leaves the weights as they were."""
     learns = learning_rows(context, rollout, objective)
-    parts, of_each = list[Scores](), dict[str, Tensor]()
-    sums: dict[str, Tensor | float] = {"policy/skipped": (~learns).sum() / rollout.totals.sequences}
+    parts, part_losses = list[Scores](), list[Tensor]()
     optimizer.zero_grad()
     for part in context.parts(len(rollout.texts)):
         ask = _ask(context, rollout, part, objective, learns)
         scores: Scores = context.scorer(select(rollout.completions, part), ask)
-        batch = scored_batch(context, rollout, part, scores, objective)
-        output = grpo_loss(batch, objective, totals=rollout.totals)
-        output.loss.backward()
+        loss = grpo_loss(scored_batch(context, rollout, scores, objective, part), objective, totals=rollout.totals).loss
+        loss.backward()
+        part_losses.append(loss.detach().double())
         parts.append(scores)
-        scored = carries_kl(batch, "teacher")  # tokens
-        metrics = {"train/loss": output.loss.detach()} | output.metrics
-        metrics |= {f"teacher/{name}": masked_mean(value, scored) for name, value in scores.head.items()}
-        _add(sums, added_parts(metrics, rollout, part))
-        _add(of_each, by_teacher(context, rollout, part, batch, scores))
     scores = joined(parts, rollout.mask.shape[1])
-    if scores.exact is not None and context.exact_everywhere:
-        sums["kl/exact"] = masked_sum(scores.exact, rollout.kl_mask).double() / rollout.totals.kl_tokens
-    losses = {name: float(x) for name, x in sums.items()}
-    losses |= {name: float(total) / float(count) for name, (total, count) in of_each.items() if count}
+    losses = {"train/loss": float(sum(part_losses)), **loss_metrics(context, rollout, scores, objective)}
+    losses["policy/skipped"] = float((~learns).sum() / rollout.totals.sequences)
     if (kl := held_kl(losses, exact_everywhere=context.exact_everywhere)) is not None:
         check_kl(kl)  # the controller could not go by it
-    kl_old, bound = kl_from_old(rollout, scores.logprobs), context.config.kl.kl_early_stop
-    stopped = bound is not None and kl_old > bound
-    return UpdateOutput(
-        scores=scores,
-        losses={"train/kl_penalty": 0.0} | {name: x for name, x in losses.items() if name not in OF_ALL_TOKENS},
-        grad_norm=0.0 if stopped else _step(context, optimizer, losses["train/loss"]),
-        kl_old=kl_old,
-        stopped=stopped,
-    )
-
-
-OF_ALL_TOKENS = ("beta", "kl/k1", "kl/k3", "kl/k3_sequence", "kl/exact")
-"""What the loss measures of its parts, and is logged as `step_metrics` and the controller have it."""
-
-
-def _add(sums: dict[str, Any], values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        sums[name] = sums.get(name, 0.0) + value
+    bound = context.config.kl.kl_early_stop
+    stops = bound is not None and losses.get("policy/kl_old", 0.0) > bound
+    grad_norm = None if stops else _step(context, optimizer, losses["train/loss"])
+    return UpdateOutput(scores=scores, losses=losses, grad_norm=grad_norm)
 
 
 def learning_rows(context: Context, rollout: Rollout, objective: Objective) -> Tensor:
     """Which completions the update has a gradient in; the others need no backward pass. [B] bool"""
-    logprobs = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
-    scores = Scores(logprobs=logprobs if rollout.old_logprobs is None else rollout.old_logprobs)
-    return ~without_gradient(scored_batch(context, rollout, slice(0, len(rollout.texts)), scores, objective), objective)
+    logprobs = rollout.old_logprobs
+    logprobs = torch.zeros(rollout.mask.shape, device=rollout.mask.device) if logprobs is None else logprobs
+    return ~without_gradient(scored_batch(context, rollout, Scores(logprobs=logprobs), objective), objective)
 
 
-def scored_batch(context: Context, rollout: Rollout, part: slice, scores: Scores, objective: Objective) -> Batch:
+def scored_batch(
+    context: Context, rollout: Rollout, scores: Scores, objective: Objective, part: slice = slice(None)
+) -> Batch:
     """A part of the rollout as the batch that the loss takes."""
     batch, (beta, term) = batch_of(context, rollout, scores.logprobs, part), objective.terms[0]
     if beta > 0 and term.value == "exact":
@@ -128,54 +105,46 @@ def taught_of(context: Context, rollout: Rollout, part: slice) -> tuple[TeacherK
     teacher = context.config.teacher
     if rollout.teacher_scores is None or (how := prefix_kl(teacher)) is None:
         return ()
-    # the weight of the tail
-    sampler = rollout.completions.sampler_logprobs[part] if teacher.teacher_off_policy != "none" else None
-    anchors = [(rows[part], of_part(predictions, rows, part)) for rows, predictions in rollout.teacher_scores.parts]
-    return tuple(TeacherKL(rows=rows, anchor=a, how=how, sampler=sampler) for rows, a in anchors if a is not None)
+    weighs = teacher.teacher_off_policy != "none"  # the tail
+    sampler = rollout.completions.sampler_logprobs[part] if weighs else None
+    parts = (predictions.part(part) for predictions in rollout.teacher_scores.parts)
+    return tuple(TeacherKL(rows=p.rows, anchor=p.predictions, how=how, sampler=sampler) for p in parts if p is not None)
 
 
-def added_parts(metrics: Mapping[str, Tensor], rollout: Rollout, part: slice) -> dict[str, Tensor]:
-    """What each metric of a part adds to that of the step, by its reduction in `METRICS`."""
-    totals = rollout.totals
-    shares: dict[Counted, float] = {
-        "completions": (part.stop - part.start) / float(totals.sequences),
-        "tokens": float(rollout.mask[part].sum()) / float(totals.tokens),
-        "KL tokens": float(rollout.kl_mask[part].sum()) / float(totals.kl_tokens),
-        "parts": 1.0,
-    }
-    means = {name: x for name, x in metrics.items() if name != "kl/log_ratio_max"}  # which `step_metrics` measures
-    return {name: x.double() * shares[averaged_over(name)] for name, x in means.items()}
+@torch.no_grad()
+def loss_metrics(context: Context, rollout: Rollout, scores: Scores, objective: Objective) -> dict[str, float]:
+    """The metrics of the loss over the whole step, however it was divided."""
+    batch = scored_batch(context, rollout, scores, objective)
+    metrics: dict[str, Tensor | float] = {"train/kl_penalty": 0.0}
+    metrics |= grpo_loss(batch, objective, totals=rollout.totals).metrics
+    if scores.exact is not None and context.exact_everywhere:
+        metrics["kl/exact"] = masked_mean(scores.exact, rollout.kl_mask)
+    if rollout.old_logprobs is not None:
+        moved = masked_log_ratio(rollout.old_logprobs, scores.logprobs, rollout.mask)
+        metrics["policy/kl_old"] = masked_mean(ESTIMATORS["k3"].value(moved), rollout.mask)
+    if rollout.teacher_scores is not None:
+        metrics |= _teacher_metrics(context, rollout, rollout.teacher_scores, scores, batch)
+    return {name: float(value) for name, value in metrics.items()}
 
 
-def rows_of_each(context: Context, rollout: Rollout) -> dict[str, Tensor]:
-    """Suffix of a metric's name -> its completions, [B] bool: all of them, and those of each of several teachers."""
-    teachers, rows = context.teachers, {"": torch.ones_like(rollout.completions.ended)}
-    if teachers is not None and len(teachers.models) > 1:
-        rows |= {f".{key}": teachers.rows(key, rollout.examples).to(rows[""].device) for key in teachers.models}
-    return rows
-
-
-def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, scores: Scores) -> dict[str, Tensor]:
-    """For each of several teachers: name of a metric -> its sum over the teacher's tokens, and their number."""
-    means = dict[str, Tensor]()
-    for key, rows in rows_of_each(context, rollout).items():
-        if not key:
-            continue
-        mask, scored = batch.mask & rows[part][:, None], carries_kl(batch, "teacher")
-        of_rows = batch.with_anchor("teacher", mask=mask & scored)
-        kl = kl_metrics(measure(of_rows, context.objective.terms[1].term))["teacher/kl"]
-        sums = {"kl": kl.double() * mask.sum(), "unscored": (mask & ~scored).sum().double()}
-        sums |= {name: masked_sum(value, mask).double() for name, value in scores.head.items()}
-        means |= {f"teacher/{name}{key}": torch.stack([total, mask.sum().double()]) for name, total in sums.items()}
-    return means
-
-
-def kl_from_old(rollout: Rollout, policy: Tensor) -> float:
-    """How far the policy has moved since the rollout: KL(old||policy) as k3, over the whole step."""
-    if rollout.old_logprobs is None:
-        return 0.0
-    delta = masked_log_ratio(rollout.old_logprobs, policy, rollout.mask)
-    return float(masked_sum(ESTIMATORS["k3"].value(delta), rollout.mask)) / float(rollout.totals.tokens)
+def _teacher_metrics(
+    context: Context, rollout: Rollout, teacher: TeacherScores, scores: Scores, batch: Batch
+) -> dict[str, Tensor]:
+    """Head, end token, agreement with the reward; the KL to each of several teachers."""
+    metrics = {f"teacher/{name}": masked_mean(value, batch.mask) for name, value in scores.head.items()}
+    last = (rollout.completions.mask.sum(-1).clamp(min=1) - 1)[:, None]
+    ended = rollout.completions.ended & rollout.mask.gather(1, last)[:, 0]
+    if bool(ended.any()):
+        metrics["teacher/end"] = masked_mean(teacher.logprobs.gather(1, last)[:, 0].exp(), ended)
+    likelier = masked_mean(masked_log_ratio(teacher.logprobs, batch.policy_logprobs, batch.mask), batch.mask, -1)
+    size = context.config.rollout.num_generations
+    if (correlation := reward_length_correlation(rollout.rewards, likelier, size)) is not None:
+        metrics["teacher/reward_correlation"] = correlation
+    for key, rows in teacher.rows.items() if len(teacher.rows) > 1 else ():
+        mask = batch.mask & rows[:, None]
+        of_rows = measure(batch.with_anchor("teacher", mask=mask), context.objective.terms[1].term)
+        metrics |= {f"teacher/kl.{key}": kl_metrics(of_rows)["teacher/kl"]} if bool(mask.any()) else {}
+    return metrics
 
 
 def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
@@ -184,13 +153,10 @@ def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
     grad_norm = float(clip_grad_norm_(parameters, bound if bound > 0 else float("inf")))
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
-        raise NonFiniteError(
-            "the loss or its gradient is not finite",
-            got=f"loss {loss}, gradient norm {grad_norm}",
-            why="an optimizer step with it would destroy the weights",
-            fix="look at kl/log_ratio_max and policy/ratio_clipped of the last steps; lower the learning rate, or set "
-            "kl_max_log_ratio",
-        )
+        got, why = f"loss {loss}, gradient norm {grad_norm}", "an optimizer step with it would destroy the weights"
+        fix = "look at kl/log_ratio_max and policy/ratio_clipped of the last steps; lower the learning rate, or set "
+        fix += "kl_max_log_ratio"
+        raise NonFiniteError("the loss or its gradient is not finite", got=got, why=why, fix=fix)
     optimizer.step()
     return grad_norm
 
@@ -201,9 +167,10 @@ def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
     return replace(rollout, old_logprobs=old, before=None)
 
 
-CARRIED = ("kl/log_ratio_clamped", "kl/k3_saturated")  # means over the tokens that carry the KL, if any
+OF_KL_TOKENS = ("k1", "k3", "k3_sequence", "exact", "log_ratio_max", "log_ratio_clamped", "k3_saturated")
+"""Metrics `kl/NAME` over the tokens that carry the KL to the reference, if any do."""
 OF_THE_LAST = (  # how far the updates of a step went from who sampled: before the first of them the ratio is 1
-    *("policy/ratio_clipped", "kl/weights_truncated"),
+    *("policy/ratio_clipped", "policy/kl_old", "kl/weights_truncated"),
     *("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut"),
 )
 
@@ -212,55 +179,35 @@ def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]
     """The metrics of a step: of its tokens before the first update, and of its updates."""
     first, last, size = outputs[0], outputs[-1], context.config.rollout.num_generations
     compared = context.config.task.reward != NO_REWARD
-    metrics = step_metrics(step_record(context, rollout, first), group_size=size if compared else 1)
-    has_kl = "kl/k3" in metrics
-    metrics |= {name: x for name, x in first.losses.items() if has_kl or name not in CARRIED}
-    done = [o for o in outputs if not o.stopped]
-    metrics["train/grad_norm"] = sum(o.grad_norm for o in done) / max(1, len(done))
-    metrics["policy/updates"] = float(len(done))
-    if rollout.teacher_scores is not None:
-        metrics |= _teacher_metrics(context, rollout, rollout.teacher_scores, first.scores.logprobs)
-    if len(outputs) > 1:
-        metrics["policy/kl_old"] = last.kl_old
+    metrics = step_metrics(step_record(rollout, first.scores), group_size=size if compared else 1)
+    left_out = () if "kl/k3" in metrics else OF_KL_TOKENS
+    metrics = {name: x for name, x in first.losses.items() if name.removeprefix("kl/") not in left_out} | metrics
+    norms = [output.grad_norm for output in outputs if output.grad_norm is not None]
+    metrics["train/grad_norm"] = sum(norms) / max(1, len(norms))
+    metrics["policy/updates"] = float(len(norms))
     check_metrics(metrics)
-    return metrics | {name: last.losses[name] for name in OF_THE_LAST if name in last.losses}
+    metrics |= {name: last.losses[name] for name in OF_THE_LAST if name in last.losses}
+    return metrics if len(outputs) > 1 else {name: x for name, x in metrics.items() if name != "policy/kl_old"}
 
 
-def _teacher_metrics(context: Context, rollout: Rollout, teacher: TeacherScores, policy: Tensor) -> dict[str, float]:
-    """Mean probability of the end token; correlation within groups of the reward and the teacher's log-ratio."""
-    last = (rollout.completions.mask.sum(-1).clamp(min=1) - 1)[:, None]
-    ended = rollout.completions.ended & rollout.mask.gather(1, last)[:, 0]
-    end = torch.where(ended, teacher.logprobs.gather(1, last)[:, 0].exp(), 0.0).double()
-    likelier = masked_mean(masked_log_ratio(teacher.logprobs, policy, rollout.mask), rollout.mask, -1)
-    size, metrics = context.config.rollout.num_generations, dict[str, float]()
-    for key, rows in rows_of_each(context, rollout).items():
-        if count := int(ended[rows].sum()):
-            metrics[f"teacher/end{key}"] = float(end[rows].sum()) / count
-        correlation = reward_length_correlation(rollout.rewards[rows], likelier[rows], size)
-        metrics |= {} if correlation is None else {f"teacher/reward_correlation{key}": float(correlation)}
-    return metrics
-
-
-def step_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
-    """The tokens of a step, before its first update, as `step_metrics` takes them."""
-    completions, scores = rollout.completions, output.scores
-    length = context.config.rollout.max_completion_length
-    tokens = {
-        "mask": rollout.mask,
-        "kl_mask": rollout.kl_mask,
-        "policy": scores.logprobs,
-        "sampler": completions.sampler_logprobs,
-        "ref": rollout.ref_logprobs,
-        "original": rollout.original_logprobs,
-        **{name: getattr(scores, name) for name in ("entropy", "exact", "exact_forward")},
-    }
+def step_record(rollout: Rollout, scores: Scores) -> StepRecord:
+    """The tokens of a step as `step_metrics` takes them, scored by the policy before its first update."""
+    completions = rollout.completions
     return StepRecord(
-        **{name: None if x is None else pad_tokens(x, length) for name, x in tokens.items()},  # pyright: ignore
+        mask=rollout.mask,
+        kl_mask=rollout.kl_mask,
+        policy=scores.logprobs,
+        sampler=completions.sampler_logprobs,
+        ref=rollout.ref_logprobs,
+        original=rollout.original_logprobs,
+        entropy=scores.entropy,
+        exact=scores.exact,
+        exact_forward=scores.exact_forward,
+        exact_rows=None if rollout.ref_predictions is None else rollout.ref_predictions.rows,
         rewards=rollout.rewards,
         ended=completions.ended,
         lengths=completions.mask.sum(-1),
         repeated=repeated_pairs(completions.ids, completions.mask),
-        exact_rows=rollout.exact_rows,
     )
 
 
@@ -280,11 +227,11 @@ def control_metrics(context: Context, beta: float, metrics: Mapping[str, float])
     return context.control.metrics(price, spread_of_group(metrics["reward_std"], metrics["groups/saturated"]))
 
 
-def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: int) -> dict[str, object]:
-    """A completion with its tokens and their log-probabilities, as a line of completions.jsonl."""
+def completion_row(context: Context, rollout: Rollout, i: int) -> dict[str, object]:
+    """A completion of a step that is done, with its tokens' log-probabilities, as a line of completions.jsonl."""
     mask, tokens = rollout.completions.mask[i], context.tokenizer.convert_ids_to_tokens
     columns = {
-        "policy_logprobs": output.scores.logprobs,
+        "policy_logprobs": rollout.old_logprobs,
         "sampler_logprobs": rollout.completions.sampler_logprobs,
         "ref_logprobs": rollout.ref_logprobs,
         "teacher_logprobs": None if rollout.teacher_scores is None else rollout.teacher_scores.logprobs,

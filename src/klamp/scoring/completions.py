@@ -35,10 +35,6 @@ class Completions:
     ended: Tensor
     """[B] bool; False where the length limit cut the completion."""
 
-    def to(self, device: torch.device) -> Completions:
-        """The same completions on another device."""
-        return Completions(**{name: x.to(device) for name, x in vars(self).items()})
-
     def texts(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """The completions as text, without special tokens."""
         return tokenizer.batch_decode(kept_ids(self.ids, self.mask), skip_special_tokens=True)

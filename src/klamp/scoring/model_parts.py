@@ -48,11 +48,6 @@ class OutputHead(NamedTuple):
     softcap: float | None
     scale: float
 
-    def to(self, device: torch.device) -> OutputHead:
-        """The same head on another device."""
-        bias = None if self.bias is None else self.bias.to(device)
-        return self._replace(weight=self.weight.to(device), bias=bias)
-
     def copied(self) -> OutputHead:
         """A detached copy, which an update of the model does not change."""
         bias = None if self.bias is None else self.bias.detach().clone()
@@ -86,10 +81,6 @@ class Predictions:
     def logits(self) -> Tensor:
         """The predictions as logits in float32, [..., V]."""
         return self.values.float() if self.head is None else self.head.logits(self.values)
-
-    def to(self, device: torch.device) -> Predictions:
-        """The same predictions on another device."""
-        return replace(self, values=self.values.to(device), head=None if self.head is None else self.head.to(device))
 
 
 @dataclass(frozen=True, kw_only=True)

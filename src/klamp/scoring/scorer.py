@@ -33,7 +33,7 @@ from klamp.scoring.model_parts import (
     top_ids,
 )
 
-MEASURED = ("logprobs", "entropy", "exact", "exact_forward")
+MEASURED = ("logprobs", "entropy", "exact", "exact_forward", "teacher")
 """The fields of `Scores` that hold a number for each token, [B, T], and are kept from one pass to the next."""
 
 
@@ -59,8 +59,7 @@ class Scores:
 
     def rows(self, part: slice) -> Scores:
         """The scores of some rows, without logits and predictions."""
-        values = {name: getattr(self, name) for name in (*MEASURED, "teacher")}
-        return Scores(**{name: x[part] for name, x in values.items() if x is not None})
+        return Scores(**{name: x[part] for name in MEASURED if (x := getattr(self, name)) is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,10 +283,12 @@ def pad_tokens(x: Tensor, length: int) -> Tensor:
 
 def joined(parts: Sequence[Scores], length: int) -> Scores:
     """The detached scores of consecutive parts as one, [B, length], without logits and predictions."""
+    tables = [{**{name: getattr(part, name) for name in MEASURED}, **part.head} for part in parts]
     scores: Any = {}
-    for name in MEASURED:
-        pairs = [(getattr(part, name), part.logprobs) for part in parts]
-        if any(values is not None for values, _ in pairs):
-            present = [torch.zeros_like(logprobs) if values is None else values for values, logprobs in pairs]
+    for name in (*MEASURED, *HEAD):
+        columns = [(table.get(name), table["logprobs"]) for table in tables]
+        if any(values is not None for values, _ in columns):
+            present = [torch.zeros_like(logprobs) if values is None else values for values, logprobs in columns]
             scores[name] = torch.cat([pad_tokens(values.detach(), length) for values in present])
-    return Scores(**scores)
+    head = {name: scores.pop(name) for name in HEAD if name in scores}
+    return Scores(**scores, head=head)

@@ -25,7 +25,7 @@ from klamp.core.types import Direction
 from klamp.errors import KlampError, TrainingStopped
 from klamp.lab.ablate.plan import KL_PROMPTS, Run, run_folder
 from klamp.lab.ablate.results import Outcome, failed, write_outcome
-from klamp.lab.anchors import AdapterOffReference, LocalReference
+from klamp.lab.anchors import LocalReference
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.evaluation import evaluate as scores_in
@@ -148,7 +148,7 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     return Context(
         config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),
         scorer=Scorer(policy, traits),
-        reference=AdapterOffReference(policy, traits=traits) if model.lora_r else LocalReference(start),
+        reference=LocalReference(policy, traits=traits, adapter_off=True) if model.lora_r else LocalReference(start),
         tokenizer=tokenizer,
         task=load_prompts(config, tokenizer, longest=max_length(start.config)),
     )
