@@ -19,7 +19,7 @@ from klamp.config.kl import wide_clip
 from klamp.config.loss import Price, price_at_distance
 from klamp.core.arguments import AT_LEAST_1, check_instance, check_number, describe, is_finite_number
 from klamp.core.controllers import FixedController, HoldController, kl_schedule_factor
-from klamp.doctor.alarms_kl import REFERENCE_DIFFERS
+from klamp.doctor.alarms_kl import FEW_PROMPTS, REFERENCE_DIFFERS
 from klamp.errors import ConfigError, KLWarning, NonFiniteError, RunFolderError
 from klamp.names import best_kl
 
@@ -73,6 +73,16 @@ def landing_beta(target_kl: float, metrics: Mapping[str, float], rewards: Tensor
     if rewards is None or not (price > 0 and length > 0):
         return None
     return price_at_distance(rewards, length * target_kl) * (metrics["beta"] / price)
+
+
+def warn_few_prompts(kl: KLConfig, prompts: float) -> None:
+    """Warn of a target that is to be held with few prompts in a step."""
+    if kl.controller_name != "fixed" and prompts < FEW_PROMPTS:
+        text = (
+            f"target_kl={kl.target_kl:g} may be missed with {prompts:g} prompts per step: the KL of so few is mostly "
+        )
+        text += f"noise, and beta follows it (docs/controllers.md). Take {FEW_PROMPTS} or more, or a fixed beta."
+        warnings.warn(text, KLWarning, stacklevel=4)
 
 
 RESUMED = 10.0
@@ -138,8 +148,10 @@ class KLControl:
             warnings.warn(f"The reference length is {length:.4g} tokens. {text}", KLWarning, stacklevel=2)
 
     def metrics(self, price: Price, spread: float | None) -> dict[str, float]:
-        """What there is to log of it: see `beta_metrics`; the reference length where a clip may need one."""
+        """What there is to log: see `beta_metrics`; the target; the reference length where a clip may need one."""
         metrics = beta_metrics(price, spread)
+        if self.kl.controller_name != "fixed" and self.kl.target_kl is not None:
+            metrics["kl/target"] = self.kl.target_kl
         if self.kl.kl_clip_method != "none" and self.reference_length is not None:
             metrics["kl/reference_length"] = self.reference_length
         return metrics
