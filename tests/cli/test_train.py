@@ -136,6 +136,22 @@ def test_the_kl_per_token_and_per_completion_by_every_estimator(tmp_path: Path) 
     assert beta.startswith("beta: hold controller from 0.01, towards 0.05 nats per token; ")
 
 
+def test_the_summary_says_for_how_much_of_the_run_the_target_was_held(tmp_path: Path) -> None:
+    final = {"final_metrics": {"kl/k3": 0.2, "kl/target": 0.05}}
+    for level, text in (
+        (0.1, "in the band (mean of 20 steps within 30 %) for 12 % of the steps"),
+        (0.01, "fewer than 20 steps since the KL"),
+    ):
+        rows = [
+            {"step": i, "kl/k3": 0.05 if 0 < i < 24 else level, "kl/target": 0.05}
+            for i in range(95 if level > 0.05 else 20)
+        ]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, [{"step": 0, "eval/addition": 1.0}, *rows])))
+        (line,) = (line for line in summary_lines(tmp_path, "--target_kl", "0.05", **final) if line[:7] == "target:")
+        assert line.startswith(f"target: {text}")
+    assert not [line for line in summary_lines(tmp_path) if line.startswith("target:")]
+
+
 def plan(*flags: str) -> str:
     return plan_text(parse_train(flags)[0])
 

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -289,3 +290,20 @@ def test_a_teacher_that_is_the_policy_begins_at_0(teacher: Fields, kl: float, wa
     trainer.tell = lambda hook: hook(SimpleNamespace(on_warning=said.append))
     Trainer._check_step_zero(trainer, {"teacher/kl": kl})
     assert ["should be about 0" in text for text in said] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompts", "warned"),
+    [({"target_kl": 0.05}, 7, True), ({"target_kl": 0.05}, 8, False), ({}, 1, False), ({"beta": 0.0}, 1, False)],
+)
+def test_a_target_with_few_prompts_is_warned_of_in_every_trainer(
+    tmp_path: Path, fields: Fields, prompts: int, warned: bool
+) -> None:
+    """verl: tests/hosts/verl/test_driver.py. That few prompts miss it: studies/results/target-map.md."""
+    from klamp.trl import GRPOConfig
+
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "num_generations": 4, "beta": 0.1}
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2 * prompts}
+    words = f"target_kl=0.05 may be missed with {prompts} prompts per step"
+    assert (words in told(run, fields | {"prompts_per_step": prompts})) == warned
+    assert (words in told(GRPOConfig, options | fields)) == warned

@@ -89,3 +89,25 @@ def test_rewards_without_an_end_are_priced_as_a_gaussians_beyond_what_a_group_ca
     """The optimum at price p of Gaussian rewards is the Gaussian moved by s^2 / p: s^2 / (2 p^2) nats."""
     rewards = 0.1 * torch.randn(4000, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert price_at_distance(rewards, kl) == pytest.approx(0.1 / math.sqrt(2 * kl), rel=0.05)
+
+
+@pytest.mark.parametrize("kl", [0.01, 0.2, 0.5])
+def test_with_the_forward_kl_the_price_is_that_of_the_best_policy_for_it(kl: float) -> None:
+    """The best policy is searched for: the largest mean of q reward - p KL(uniform||q)."""
+    rewards = torch.tensor([[0.0, 0.0, 0.3, 1.0, 1.0], [0.2, 0.9, 0.9, 0.3, 0.1]], dtype=torch.float64)
+    price = price_at_distance(rewards, kl, direction="forward")
+    logits = torch.zeros_like(rewards, requires_grad=True)
+    search = torch.optim.LBFGS([logits], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        search.zero_grad()
+        logprobs = logits.log_softmax(-1)
+        worth = -((logprobs.exp() * rewards).sum() + price * logprobs.mean(-1).sum())
+        worth.backward()
+        return worth
+
+    search.step(loss)  # pyright: ignore[reportArgumentType]
+    best = logits.detach().log_softmax(-1)
+    reached = float((best.exp() * (best + math.log(5))).sum(-1).mean())
+    assert reached == pytest.approx(kl * 4 / 5, rel=1e-4)
+    assert kl < 0.5 or price < 0.8 * price_at_distance(rewards, kl)

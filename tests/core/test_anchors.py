@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.batches import changed, flat_batch, objective_of, read, rows_of
 
+from klamp.config import TeacherConfig
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
@@ -65,6 +66,20 @@ def test_two_terms_add_up():
     assert found.metrics["train/kl_penalty"] == ref.metrics["train/kl_penalty"]
     assert found.metrics["train/teacher_penalty"] == teacher.metrics["train/teacher_penalty"] != 0
     assert found.metrics["kl/k3"] == ref.metrics["kl/k3"] and found.metrics["teacher/k1"] != found.metrics["kl/k1"]
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_a_mean_of_the_teacher_s_kl_counts_every_trained_token_and_no_other(reduction):
+    """Case: what the teacher did not score, or the reference leaves out, raises the price of the others."""
+    seen = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    batch = changed(scored(), teacher_mask=seen, kl_mask=~seen)
+    term = TeacherConfig(teacher_model="DIR", teacher_estimator="k1").build_term()
+    delta = (batch.policy_logprobs - read(batch, "teacher_logprobs")).detach() * (batch.mask & seen)
+    expected = delta.sum() / 9 if reduction == "token_mean" else (delta.sum(-1) / batch.mask.sum(-1)).mean()
+    for totals in (None, Totals(sequences=4.0, tokens=9.0, kl_tokens=3.0)):
+        both = objective_of(surrogate="score_function", reduction=reduction, others=(Weighted(1.0, term),))
+        found = grpo_loss(batch, both, totals=totals).metrics["train/teacher_penalty"]
+        assert found.item() == pytest.approx(expected.item())
 
 
 def test_the_metrics_of_a_bounded_teacher_measure_the_distance_itself():

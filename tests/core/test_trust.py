@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,19 @@ def test_each_mode_by_hand(mode, expected, cut):
     assert found == [pytest.approx(row) for row in expected]
     assert told["tokens_cut"] == told["advantage_cut"] == pytest.approx(cut)
     assert told["sequences_cut"] == (1.0 if mode == "sequence_mask" else 0.0)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
+def test_what_is_at_a_bound_is_within_it(mode):
+    half = math.log(0.5)
+    policy = torch.tensor([[half, 0.0]], dtype=torch.float64, requires_grad=True)
+    batch = changed(batch_of([[1.0, 1.0]], [1.0]), policy_logprobs=policy, sampler_logprobs=policy.detach().flip(-1))
+    found, told = pulls(batch, TrustRegion(mode=mode, low=0.5, high=2.0))
+    assert found == [[0.5, 2.0]] and told["tokens_cut"] == told["advantage_cut"] == 0.0
+    far = changed(batch, sampler_logprobs=torch.zeros_like(policy))
+    for advantage, threshold in ((-1.0, -half / 2), (0.0, 0.1)):
+        dropped = changed(far, advantages=torch.tensor([advantage]))
+        assert pulls(dropped, TrustRegion(threshold=threshold))[1]["tokens_cut"] == 0.0
 
 
 def test_deepseek_s_mask_drops_what_is_bad_and_was_left():

@@ -52,7 +52,7 @@ def test_an_empty_run_raises_nothing() -> None:
 
 
 VALUES = st.one_of(st.floats(), st.sampled_from([0.0, 1e308, -1e308, math.nan, math.inf, -math.inf]))
-NAMED = ("k1", "k3", "exact", "reward", "length", "reward_std", "beta", "beta__price", "kl__k3_sequence")
+NAMED = ("k1", "k3", "exact", "reward", "length", "reward_std", "beta", "beta__price", "kl__k3_sequence", "kl__target")
 NEW = ("groups__saturated", "length__repeated", "length__reward_correlation", "policy__entropy", "kl__over_budget")
 TAUGHT = ("kl", "kl.math", "coef", "unscored", "teacher_mass", "overlap_ratio", "end", "reward_correlation")
 TEACHER = ("train__teacher_penalty", *(f"teacher__{name}" for name in TAUGHT))

@@ -9,9 +9,10 @@ import pytest
 import torch
 from tests.diagnostics.histories import history_of, look, noisy
 
+from klamp.doctor.alarms_kl import share_in_band
 from klamp.doctor.causes import learning_rate
 from klamp.doctor.examine import examine
-from klamp.doctor.history import RunSettings
+from klamp.doctor.history import History, RunSettings
 
 
 def test_negative_k1_takes_twenty_steps_in_a_row() -> None:
@@ -56,6 +57,8 @@ def test_a_spike_is_three_times_the_steps_before() -> None:
     assert look("kl-spike", history_of(k3=[0.002] * 5 + [0.19])) is None, "a KL that is no warning sign"
     assert look("kl-spike", history_of(k3=[0.0, 0.5])) is None, "the first steps rise from nothing"
     assert look("kl-spike", history_of(k3=[0.0, 1.5])) is not None
+    assert look("kl-spike", history_of(k1=[0.05, -0.3, 0.06, 0.07, 0.05, 0.6, 0.7])) is None, "k1 jumps both ways"
+    assert look("kl-spike", history_of(k1=[-0.01, -0.05, -0.01, -0.06, -0.01, 0.05, 0.25])) is None
     assert look("kl-spike", history_of(k3=[*calm, 0.5], exact=[*calm, 0.06])) is None, "exact says it was noise"
 
 
@@ -196,6 +199,44 @@ def test_a_beta_that_ran_away() -> None:
     assert not raised(0.46, reward=[-0.95] * 21), "the size of the reward counts"
     assert not raised(0.46, beta=[0.0] * 21)
     assert not raised(0.46, beta=[0.1, *[3.0] * 8])
+
+
+def aimed(level: float, steps: int = 40, *, reached: float = 1.0, beta: float = 0.02, **settings: object) -> History:
+    """A run that reaches its target of 0.02 and is then at a level, in targets; beta goes on by such a step."""
+    kl = [0.02 * x for x in (0.1, reached, *[level] * steps)]
+    curves = {"k3": kl, "kl__target": [0.02] * len(kl), "beta": [0.3 + beta * i for i in range(len(kl))]}
+    return history_of(settings=RunSettings(**settings), **curves)
+
+
+@pytest.mark.parametrize(
+    ("history", "causes"),
+    [
+        (aimed(1.31), []),
+        (aimed(0.69), []),
+        (aimed(1.29), None),
+        (aimed(0.71), None),
+        (aimed(1.31, 39), None),
+        (aimed(0.69, reached=0.99), None),  # the task does not reach it
+        (aimed(4.0, beta=0.0, prompts=4), ["beta stays at 0.3: its upper bound", "4 prompts per step"]),
+        (aimed(0.3, beta=0.0), None),  # nor ask for it
+        (aimed(4.0, prompts=8), []),
+        (history_of(k3=[0.02, *[0.08] * 60]), None),  # a fixed beta
+        (history_of(k3=[0.02] * 70, kl__target=[0.02] * 40 + [0.01] * 30), None),  # lowered by a resume, 30 steps ago
+    ],
+)
+def test_a_target_is_missed_by_thirty_per_cent_for_forty_steps(history: History, causes: list[str] | None) -> None:
+    evidence = look("target-missed", history)
+    assert (evidence is None) == (causes is None)
+    for text, start in zip(evidence.causes if evidence else (), causes or (), strict=True):
+        assert text.startswith(start)
+
+
+def test_the_share_in_the_band_is_that_of_the_means_since_the_target_was_reached() -> None:
+    assert share_in_band(aimed(1.2)) == 1.0 and share_in_band(aimed(2.0)) == 0.0
+    assert share_in_band(aimed(1.2, 19)) is None and share_in_band(history_of(k3=[0.02] * 60)) is None
+    later = aimed(1.9, 84)
+    later.rows[2:25] = aimed(1.0, 23).rows[2:]
+    assert share_in_band(later) == pytest.approx((4 + 6) / 65), "six more means hold up to six of the later steps"
 
 
 def test_a_sum_over_a_completion_that_is_below_0_is_negative_too() -> None:

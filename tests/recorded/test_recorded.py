@@ -38,6 +38,7 @@ IN_NO_RUN = {
     "mask-on-prompt": "klamp's own loop hands out completions without their prompts; tests/diagnostics/"
     "test_alarms_tokens.py has it on the rows of other trainers",
     "negative-beta": "klamp refuses it; tests/diagnostics/test_alarms_kl.py",
+    "target-missed": "no recorded run with a target has 60 steps; tests/diagnostics/test_alarms_kl.py",
     "not-trained": "no planted run stands still for a reason of its own; tests/diagnostics/test_alarms_run.py",
     **{
         name: "no recorded run has a teacher; tests/diagnostics/test_alarms_teacher.py"

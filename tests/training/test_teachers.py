@@ -23,6 +23,7 @@ from klamp.hosts.common.anchors import check_same
 from klamp.lab.backends import train_run
 from klamp.lab.checkpoint import check_resume
 from klamp.lab.folders import lines_of
+from klamp.lab.loop import Trainer
 from klamp.lab.models import load_model
 from klamp.lab.rollouts import collect
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
@@ -149,6 +150,25 @@ def test_a_live_teacher_stays_where_it_was_for_all_updates_of_a_step(context_of,
     before = predictions.logits().detach().clone()
     disturb(context.policy, size=0.1)  # as the first update does
     torch.testing.assert_close(predictions.logits(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"teacher_kind": "ema", "teacher_decay": 0.75}, (0.75, 0.75)),
+        ({"teacher_kind": "periodic", "teacher_reset_steps": 2}, (1.0, 0.0)),
+    ],
+)
+def test_a_teacher_that_follows_the_policy_moves_after_each_step(context_of, changes, kept):
+    context = context_of(log_completions=0, **changes)
+    trainer, model = Trainer(context, []), context.teachers.models[""].model
+    expected = start = [p.clone() for p in model.parameters()]
+    for share in kept:
+        trainer.train_step()
+        pairs = zip(expected, context.policy.parameters(), strict=True)
+        expected = [share * mine + (1 - share) * theirs.detach() for mine, theirs in pairs]
+    torch.testing.assert_close(list(model.parameters()), expected, rtol=0, atol=1e-6)
+    assert max(float((a - b).abs().max()) for a, b in zip(expected, start, strict=True)) > 1e-4
 
 
 def test_training_brings_the_policy_to_its_teacher(config_of, teacher, tmp_path):

@@ -20,7 +20,7 @@ from klamp.core.arguments import AT_LEAST_1, check_fields, check_instance, check
 from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import CLIP_HIGH, TrustMode, TrustRegion
 from klamp.core.term import Placement, Weighted
-from klamp.core.types import Reduction
+from klamp.core.types import Direction, Reduction
 from klamp.errors import ConfigError, KLWarning
 
 LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
@@ -230,12 +230,14 @@ def configured_price(
     )
 
 
-def price_at_distance(rewards: Tensor, kl: float) -> float:
+def price_at_distance(rewards: Tensor, kl: float, *, direction: Direction = "reverse") -> float:
     """The price at which the best policy lies `kl` nats per completion from the one that earned these rewards.
 
-    Equation: the p for which the mean over groups of D(1 / p) is kl (G - 1) / G. D(t) = KL(q || uniform), with q
-    proportional to exp(t reward) over the G completions of a group. To second order p = s / sqrt(2 kl), s^2 the mean
-    variance within groups. If one completion alone is best, D ends at log G; then D is at least the second order's.
+    Equation: the p for which the mean over groups of D(1 / p) is kl (G - 1) / G. D(t) = KL(q || uniform), where q is
+    proportional to exp(t reward) over the G completions of a group; with the penalty KL(ref||policy), direction
+    `forward`, to 1 / (v - t reward), v such that q = 1 / (G (v - t reward)). To second order p = s / sqrt(2 kl), s^2
+    the mean variance within groups. If one completion alone is best, D ends at log G; then D is at least the second
+    order's.
 
     Shapes: rewards [n, G]; `kl` in nats per completion, above 0 -> reward per nat of a completion, 0.0 if none leads
     so far.
@@ -244,20 +246,31 @@ def price_at_distance(rewards: Tensor, kl: float) -> float:
     rewards, size = rewards - rewards.amax(-1, keepdim=True), rewards.shape[-1]
     kl, scale = kl * (size - 1) / size, float(rewards.abs().max())
     low, high = -30.0, 30.0  # log of 1 / price, in units of the largest difference
-    if scale == 0 or _distance(rewards / scale, math.exp(high)) <= kl:
+    if scale == 0 or _distance(rewards / scale, math.exp(high), direction) <= kl:
         return 0.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _distance(rewards / scale, math.exp(middle)) < kl else (low, middle)
+        low, high = (middle, high) if _distance(rewards / scale, math.exp(middle), direction) < kl else (low, middle)
     return scale / math.exp(high)
 
 
-def _distance(rewards: Tensor, tilt: float) -> float:
+def _distance(rewards: Tensor, tilt: float, direction: Direction) -> float:
     """D(tilt) of `price_at_distance`, mean over groups, in nats; rewards less their group's best. [n, G]"""
-    logprobs = (tilt * rewards).log_softmax(-1)
+    logprobs = (tilt * rewards).log_softmax(-1) if direction == "reverse" else _forward_best(tilt * rewards)
     kl = (logprobs.exp() * (logprobs + math.log(rewards.shape[-1]))).sum(-1)
     second_order = tilt**2 * rewards.var(-1, correction=0) / 2
     return float(torch.where((rewards == 0).sum(-1) == 1, torch.maximum(kl, second_order), kl).mean())
+
+
+def _forward_best(rewards: Tensor) -> Tensor:
+    """log q of `price_at_distance` for the forward direction, by Newton's method from below. [n, G]"""
+    size = rewards.shape[-1]
+    level = torch.full_like(rewards[:, :1], 1 / size)
+    for _ in range(8):  # the harmonic mean of level - rewards is concave in the level, and 1 at its end
+        weights = 1 / (level - rewards)
+        mean = weights.mean(-1, keepdim=True)
+        level = level + (mean - 1) * mean / weights.square().mean(-1, keepdim=True)
+    return -(size * (level - rewards)).log()
 
 
 def spread_of_group(reward_std: float, saturated: float) -> float | None:

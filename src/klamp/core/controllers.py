@@ -189,11 +189,17 @@ class HoldController(FixedController):
         foreseen = level + self.lead * trend
         factor = math.exp(min(self.gain * n_steps, 1.0) * min(max(foreseen - 1, -1.0), 1.0))
         value = max(state.value * factor, min(state.value, self.start) if level < _NEAR else 0.0)
-        landing = self._pooled(state.landing) if level < _NEAR or state.landing < 0 else state.landing
+        early = not state.landed and (level < _NEAR or state.landing < 0)
+        landing = self._pooled(state.landing) if early else state.landing
         highest = 0.3 / math.sqrt(self.target) if landing < 0 else landing
         if not state.landed and highest > value and (foreseen > _FORESEEN or level > _ABOVE):
             return BetaState(highest, level=level, trend=trend, landing=landing, landed=1.0)
         return state._replace(value=value, level=level, trend=trend, landing=landing)
+
+    def land_as(self, landing: float, target: float) -> None:
+        """Land where another target was landed at, scaled to this one: to second order a KL falls as 1 / beta^2."""
+        if landing > 0:
+            self._take(self.state._replace(landing=landing * math.sqrt(target / self.target)))
 
     def _pooled(self, landing: float) -> float:
         """Where to land with what this step says of it: squares are averaged, as variances of rewards are."""

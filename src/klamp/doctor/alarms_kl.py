@@ -61,6 +61,13 @@ GROWING = Limit(
 GROWING_FLOOR = 0.1
 HIGH = Limit(0.2, "nats per token, mean of 5 steps without the largest (the GRPO tutorial, docs/sources.md)")
 LOW = Limit(0.01, "nats per token, mean of 5 steps without the largest, after 20 (the GRPO tutorial, docs/sources.md)")
+MISSED_WINDOW, MISSED_STEPS, MISSED_MEMORY = 20, 40, 150
+MISSED = Limit(
+    0.3,
+    f"of the target: each mean of {MISSED_WINDOW} steps is farther off in {MISSED_STEPS} steps since the KL reached it",
+)
+FEW_PROMPTS = 8
+"""Prompts in a step below which the KL of the step scatters so much that a controller may miss its target."""
 RUNAWAY_WINDOW = 10
 RUNAWAY = Limit(
     30,
@@ -385,6 +392,49 @@ def negative_beta(history: History) -> Evidence | None:
     if beta is None or not beta < 0 or beside_teacher:
         return None
     return Evidence(f"beta is {number(beta)}: a bonus for distance from the reference")
+
+
+@alarm(
+    "target-missed",
+    needs=(KL, "kl/target"),
+    steps=MISSED_STEPS,
+    concerns="a target",
+    limits=(MISSED,),
+    means="The controller does not hold target_kl: beta is at its bound, the KL of a step is mostly noise, or the KL "
+    "answers more slowly than beta moves.",
+    do="Take more prompts per step, raise beta_max if beta is there, or lower the learning rate; else fix beta.",
+)
+def target_missed(history: History) -> Evidence | None:
+    """The KL is not at its target."""
+    count = MISSED_STEPS - MISSED_WINDOW + 1
+    means = means_in_targets(history, MISSED_MEMORY)[-count:] if "kl/target" in history.latest else []
+    if len(means) < count or min(abs(mean - 1) for mean in means) <= MISSED.value:
+        return None
+    betas, prompts = history.last("beta", MISSED_WINDOW), history.settings.prompts or FEW_PROMPTS
+    stays = len({*betas}) == 1
+    if stays and means[-1] < 1:  # at its lower bound: the reward does not ask for so large a KL
+        return None
+    rest = "its upper bound (beta_max), or where kl_controller='step' rests"
+    why = [f"beta stays at {number(betas[-1])}: {rest}"] if stays else []
+    why += [f"{prompts} prompts per step: take {FEW_PROMPTS} or more"] if prompts < FEW_PROMPTS else []
+    target = number(history.latest["kl/target"])
+    text = f"the mean KL of the last {MISSED_WINDOW} steps is {number(means[-1])} targets of {target} nats per token"
+    return Evidence(text, causes=why)
+
+
+def means_in_targets(history: History, steps: int) -> list[float]:
+    """The mean KL of each 20 steps, in targets, after it reached the present target in the last `steps` steps."""
+    pairs = list(zip(*history.together(steps, history.kl_name(), "kl/target"), strict=True))
+    values = [bounded(kl / target) for kl, target in pairs if target == pairs[-1][1] > 0]
+    first = next((step for step, value in enumerate(values) if value >= 1), len(values))
+    ends = range(first + MISSED_WINDOW + 1, len(values) + 1)
+    return [fmean(values[end - MISSED_WINDOW : end]) for end in ends]
+
+
+def share_in_band(history: History) -> float | None:
+    """The share of these means that are within 30 % of the target; None: there are none."""
+    means = means_in_targets(history, len(history.rows))
+    return fmean(abs(mean - 1) <= MISSED.value for mean in means) if means else None
 
 
 @alarm(

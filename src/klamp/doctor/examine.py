@@ -143,6 +143,7 @@ CONTENTS: Mapping[str, Callable[[History], bool]] = {
     "the first step": lambda run: bool(run.rows) and run.rows[0].step <= 1 and not run.settings.steps_counted,
     "a teacher": lambda run: run.settings.teacher_coef is not None or any(x.startswith("teacher/") for x in run.names),
     "a teacher alone": teacher_alone,
+    "a target": lambda run: "kl/target" in run.names,
     "a chosen reference": lambda run: run.settings.other_reference,
     "the start as reference": lambda run: not run.settings.other_reference,
 }

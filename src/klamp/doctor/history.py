@@ -26,8 +26,6 @@ class RunSettings:
 
     beta: float | None = None
     """Coefficient of the KL at the start."""
-    target_kl: float | None = None
-    """The KL that a controller holds by setting beta, in nats per token."""
     loss_type: str | None = None
     """grpo, dr_grpo, ..., as in TRL."""
     verifier: Verifier | None = None

@@ -292,7 +292,6 @@ def settings_of_run(values: Mapping[str, Any], *, rl_skill: str | None = None) -
     teacher = has_model or values.get("teacher_kind") in ("ema", "periodic", "live")
     return RunSettings(
         beta=numbers.get("beta"),
-        target_kl=numbers.get("target_kl"),
         # Dr. GRPO's baseline is the group's mean; klamp's default only averages over tokens as it does.
         loss_type=f"{loss}, leave_one_out" if leave_one_out else str(loss),
         verifier="rules" if rules else None,

@@ -29,6 +29,7 @@ from klamp.core.controllers import Schedule
 from klamp.doctor.alarms import check_names
 from klamp.errors import KLWarning, Refusal, refuse
 from klamp.files import at_home
+from klamp.hosts.common.control import warn_few_prompts
 from klamp.lab.tasks.base import NO_REWARD, TaskConfig
 
 Backend: TypeAlias = Literal["local", "trl", "verl"]
@@ -204,6 +205,7 @@ class TrainConfig:
         check_fields(self)
         build_objective(self.kl, self.loss, max_length=self.rollout.max_completion_length, teacher=self.teacher)
         refuse(_refusals(self))
+        warn_few_prompts(self.kl, self.rollout.prompts_per_step)
         for text in self._cautions():
             warnings.warn(text, KLWarning, stacklevel=3)
 

@@ -184,6 +184,7 @@ def config_of(tmp_path: Any, kl: KLConfig, **algorithm: Any) -> Any:
         {
             "actor_rollout_ref": {"actor": actor, "rollout": {"n": GROUP}},
             "algorithm": {"adv_estimator": "rloo", "use_kl_in_reward": False, **algorithm},
+            "data": {"train_batch_size": 8},
             "trainer": {"default_local_dir": str(tmp_path), "resume_mode": "auto"},
         }
     )

@@ -112,11 +112,13 @@ def test_a_controller_that_changed_begins_anew_at_the_beta_in_force_or_at_the_on
         before.update(kl)
     state, in_force = before.state_dict(), before.controller.value
     assert in_force > 0.02
-    for changes in ({"target_kl": 0.4}, {"kl_controller": "step"}, {"beta_max": 0.4}):
+    for changes in ({"target_kl": 0.4}, {"kl_controller": "step"}):
         control = resumed("hold", state, beta=0.01, **changes)
-        assert control.controller.value == min(in_force, changes.get("beta_max", in_force))
+        assert control.controller.value == in_force
         fresh = control_of("hold", beta=0.01, **changes)
         assert control.controller.state._replace(value=0.01) == fresh.controller.state
+    bounded = resumed("hold", state, beta=0.01, beta_max=0.4).controller.state
+    assert bounded == before.controller.state._replace(value=min(in_force, 0.4)), "bounds are no other aim"
     assert resumed("hold", state, beta=0.2).controller.value == 0.2
     assert resumed("hold", state, beta=0.01, target_kl=0.001).controller.target == 0.001
     assert resumed("step", control_of("fixed").state_dict()).controller.value == 0.2
@@ -228,6 +230,37 @@ def test_it_lands_where_the_optimum_of_the_rewards_has_the_target() -> None:
     assert landing_beta(2.0, metrics, rewards) == 0.0, "no room for so large a KL"
     for untold, known in (({}, rewards), (metrics, None), (metrics | {"length/mean": 0.0}, rewards)):
         assert landing_beta(target, untold, known) is None
+
+
+@pytest.mark.parametrize(
+    ("estimator", "gradient", "direction"),
+    [("k3", "reverse", "reverse"), ("k3", "forward", "forward"), ("k3", "own", "forward"), ("k2", "own", "reverse")],
+)
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_it_lands_by_the_kl_whose_gradient_is_taken(estimator: Any, gradient: Any, direction: Any) -> None:
+    control = KLControl(KLConfig(beta=0.01, target_kl=0.05, kl_estimator=estimator, kl_gradient=gradient))
+    control.update(0.01, {"beta": 0.01, "beta/price": 0.01, "length/mean": 4.0}, GROUPS)
+    expected = price_at_distance(GROUPS, 4 * 0.05, direction=direction)
+    assert control.controller.state.landing == pytest.approx(expected)
+
+
+def test_another_target_is_landed_at_by_what_the_first_rollouts_said() -> None:
+    """Case: the policy of the resume is trained, so that its groups hardly differ."""
+    metrics = {"beta": 0.01, "beta/price": 0.01, "length/mean": 4.0}
+    first, now = GROUPS, 0.01 * GROUPS
+    control = control_of("hold", beta=0.01)
+    for kl in (0.01, 0.02, 0.11, 0.15, 0.02, 0.001):
+        control.update(kl, metrics, first if kl < 0.05 and not control.controller.state.landed else now)
+    landing = price_at_distance(first, 4 * 0.1)
+    assert control.controller.state.landing == pytest.approx(landing), "not by what a later policy earns"
+    for changes, factor in (({"target_kl": 0.025}, 2.0), ({"target_kl": 0.025, "beta": 0.02}, 2.0)):
+        lowered = resumed("hold", control.state_dict(), **{"beta": 0.01} | changes)
+        lowered.update(0.1, metrics, now)
+        assert lowered.controller.value == pytest.approx(factor * landing)
+    raised = resumed("hold", control.state_dict(), beta=0.01, target_kl=0.4)
+    assert raised.controller.state.landing == pytest.approx(landing / 2)
+    unknown = control_of("hold", beta=0.01).state_dict()
+    assert resumed("hold", unknown, beta=0.01, target_kl=0.4).controller.state.landing == -1
 
 
 GROUPS = torch.tensor([[0.0, 1, 1, 0], [1, 1, 1, 1]])

@@ -53,6 +53,7 @@ def config(folder: Path, kl: KLConfig = HELD, **changes: Any) -> dict[str, Any]:
     return {
         "actor_rollout_ref": {"actor": {**actor, **changes.pop("actor", {})}, "rollout": {"n": 2}},
         "algorithm": {"adv_estimator": "rloo", **changes},
+        "data": {"train_batch_size": 8},
         "trainer": {"default_local_dir": str(folder), "resume_mode": "auto", "resume_from_path": None},
     }
 
@@ -62,6 +63,12 @@ def test_it_drives_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
     for actor in ({"use_kl_loss": False}, {"kl_loss_type": "low_var_kl"}, {"kl_loss_type": "klamp"}):
         driver = Driver(config(tmp_path, actor=actor))
         assert driver.control is None and driver.extend(lambda: "the batch", None, None, {}) == "the batch"
+
+
+def test_a_target_with_few_prompts_is_warned_of(tmp_path: Path) -> None:
+    few = config(tmp_path) | {"data": {"train_batch_size": 4}}
+    with pytest.warns(KLWarning, match="target_kl=0.05 may be missed with 4 prompts per step"):
+        Driver(few)
 
 
 def test_the_controller_goes_with_the_checkpoint(tmp_path: Path, trainer: type[Trainer]) -> None:

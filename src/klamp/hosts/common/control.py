@@ -19,7 +19,8 @@ from klamp.config.kl import wide_clip
 from klamp.config.loss import Price, price_at_distance
 from klamp.core.arguments import AT_LEAST_1, check_instance, check_number, describe, is_finite_number
 from klamp.core.controllers import FixedController, HoldController, kl_schedule_factor
-from klamp.doctor.alarms_kl import REFERENCE_DIFFERS
+from klamp.core.types import Direction
+from klamp.doctor.alarms_kl import FEW_PROMPTS, REFERENCE_DIFFERS
 from klamp.errors import ConfigError, KLWarning, NonFiniteError, RunFolderError
 from klamp.names import best_kl
 
@@ -63,16 +64,28 @@ def mean_spread(rewards: Tensor) -> float | None:
     return float(spreads.mean()) if spreads.numel() else None
 
 
-def landing_beta(target_kl: float, metrics: Mapping[str, float], rewards: Tensor | None) -> float | None:
+def landing_beta(
+    target_kl: float, metrics: Mapping[str, float], rewards: Tensor | None, direction: Direction = "reverse"
+) -> float | None:
     """The beta at which the optimum is `target_kl` nats per token from the reference, by this step's rewards [n, G].
 
-    Its price p moves ref exp(reward / p) that far, see `price_at_distance`. None: unknown; 0.0: the rewards differ too
-    little for so large a KL.
+    Its price moves the best policy that far, see `price_at_distance`; `direction`: of the KL whose gradient is taken.
+    None: unknown; 0.0: the rewards differ too little for so large a KL.
     """
     price, length = metrics.get("beta/price", 0.0), metrics.get("length/mean", 0.0)
     if rewards is None or not (price > 0 and length > 0):
         return None
-    return price_at_distance(rewards, length * target_kl) * (metrics["beta"] / price)
+    return price_at_distance(rewards, length * target_kl, direction=direction) * (metrics["beta"] / price)
+
+
+def warn_few_prompts(kl: KLConfig, prompts: float) -> None:
+    """Warn of a target that is to be held with few prompts in a step."""
+    if kl.controller_name != "fixed" and prompts < FEW_PROMPTS:
+        text = (
+            f"target_kl={kl.target_kl:g} may be missed with {prompts:g} prompts per step: the KL of so few is mostly "
+        )
+        text += f"noise, and beta follows it (docs/controllers.md). Take {FEW_PROMPTS} or more, or a fixed beta."
+        warnings.warn(text, KLWarning, stacklevel=4)
 
 
 RESUMED = 10.0
@@ -116,8 +129,10 @@ class KLControl:
         before, self.kl_before = self.kl_before, None
         if before is not None and self.kl.reference != "periodic" and (text := resumed_text(before, kl)):
             warnings.warn(text, KLWarning, stacklevel=2)
-        if isinstance(self.controller, HoldController):
-            self.controller.landing = landing_beta(self.controller.target, metrics or {}, rewards)
+        if isinstance(rule := self.controller, HoldController) and not rule.state.landed:
+            c = self.kl
+            forward = c.kl_gradient == "forward" or (c.kl_estimator, c.kl_gradient) == ("k3", "own")
+            rule.landing = landing_beta(rule.target, metrics or {}, rewards, "forward" if forward else "reverse")
         self.controller.update(kl)
         self.last_kl = kl
 
@@ -138,8 +153,10 @@ class KLControl:
             warnings.warn(f"The reference length is {length:.4g} tokens. {text}", KLWarning, stacklevel=2)
 
     def metrics(self, price: Price, spread: float | None) -> dict[str, float]:
-        """What there is to log of it: see `beta_metrics`; the reference length where a clip may need one."""
+        """What there is to log: see `beta_metrics`; the target; the reference length where a clip may need one."""
         metrics = beta_metrics(price, spread)
+        if self.kl.controller_name != "fixed" and self.kl.target_kl is not None:
+            metrics["kl/target"] = self.kl.target_kl
         if self.kl.kl_clip_method != "none" and self.reference_length is not None:
             metrics["kl/reference_length"] = self.reference_length
         return metrics
@@ -157,16 +174,21 @@ class KLControl:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, as it is configured now.
 
-        A fixed beta is the configured one. Another controller goes on where it was, if it is configured as it was;
-        else it begins anew: at the configured beta if that has changed, at the beta in force if anything else has.
+        A fixed beta is the configured one. Another controller goes on where it was, if rule, beta and target are as
+        they were; else it begins anew: at the configured beta if that has changed, else at the beta in force. It lands
+        where the first rollouts put the former target, scaled to the present one.
         """
         _check_state(state)
-        asked, saved = state["asked"], FixedController(0.0)
+        asked, saved, rule = state["asked"], FixedController(0.0), self.controller
         saved.load_state_dict(state["controller"])
-        if self.kl.controller_name != "fixed" and asked == self.asked:
-            self.controller.load_state_dict(state["controller"])
-        elif self.kl.controller_name != "fixed" and asked["value"] == self.asked["value"]:
-            self.controller.start_at(saved.value)
+        differs = {name for name in ("name", "value", "target") if asked.get(name) != self.asked.get(name)}
+        if self.kl.controller_name != "fixed" and not differs:
+            rule.load_state_dict(state["controller"])
+        elif self.kl.controller_name != "fixed" and "value" not in differs:
+            rule.start_at(saved.value)
+        landing, target = state["controller"].get("landing"), asked.get("target")
+        if isinstance(rule, HoldController) and differs and is_finite_number(landing) and is_finite_number(target):
+            rule.land_as(landing, target)
         self.reference_length = self.kl.kl_reference_length or state["reference_length"]
         self.last_kl = self.kl_before = state["last_kl"]
         if self.last_kl is not None and not self.kl.needs_reference:

@@ -119,7 +119,6 @@ def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSet
     batch, group = fields.get("generation_batch_size"), fields.get("num_generations")
     return replace(
         settings_of(fields, set()),
-        target_kl=fields.get("target_kl"),
         other_reference=other_reference,
         moving_reference=bool(fields.get("sync_ref_model")),
         prompts=batch // group if batch and group else None,

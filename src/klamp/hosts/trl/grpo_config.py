@@ -15,6 +15,7 @@ from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning, Refusal, check_name, refuse
 from klamp.hosts.common import kl_fields
+from klamp.hosts.common.control import warn_few_prompts
 
 
 class OwnBeta(float):
@@ -72,6 +73,8 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
             shifted = teacher.teacher_placement == "advantage"
             refuse([*kl_fields.one_teacher_refusals(teacher), *advantage_refusals("teacher", shifted, self)])
         super().__post_init__()
+        if kl is not None:
+            warn_few_prompts(kl, (self.generation_batch_size or 1) / (self.num_generations or 1))
         self.beta = OwnBeta(self.beta) if self._asks else float(self.beta)
 
     @property

@@ -16,7 +16,7 @@ from klamp.config.teacher import TeacherConfig
 from klamp.core.term import Placement
 from klamp.errors import ConfigError, KLWarning, Refusal, refuse
 from klamp.hosts.common.anchors import check_tokens
-from klamp.hosts.common.control import NEVER_ZERO
+from klamp.hosts.common.control import NEVER_ZERO, warn_few_prompts
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.kl_fields import PASSED, read_again, touched, warn_without_kl
 from klamp.hosts.common.rollout import excluded_ids
@@ -170,6 +170,7 @@ def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any
     )
     grpo_config.check_arguments(kl, args, host=grpo_config.host_of(trainer), more=[twice])
     warn_without_kl(kl)
+    warn_few_prompts(kl, args.generation_batch_size / args.num_generations)
     grpo_config.settle_reference(kl, args)
     grpo_config.check_reference(kl, args, adapters=adapters, chosen=ref_model is not None)
     args.beta = kl.beta

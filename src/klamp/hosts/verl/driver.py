@@ -21,7 +21,7 @@ from klamp.config.loss import Price
 from klamp.core.term import Weighted, prepare
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, advantages_less_kl
-from klamp.hosts.common.control import KLControl, held_kl, mean_spread, read_state
+from klamp.hosts.common.control import KLControl, held_kl, mean_spread, read_state, warn_few_prompts
 from klamp.hosts.common.rollout import Alone, Generation, prepared
 from klamp.hosts.common.step_metrics import Window
 from klamp.hosts.verl.effective_in_verl import BASELINES, REDUCTIONS, divides_by_std, price
@@ -155,6 +155,7 @@ def _control(config: Any) -> KLControl | None:
             why="it enters once the advantages are formed, as the deviation of each completion's KL from the group's",
             fix="set algorithm.adv_estimator=rloo, or grpo with algorithm.norm_adv_by_std_in_grpo=False",
         )
+    warn_few_prompts(kl, int(config["data"]["train_batch_size"]))
     return KLControl(kl) if is_driven(kl) else None
 
 
