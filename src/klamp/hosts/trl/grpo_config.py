@@ -74,7 +74,7 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
             refuse([*kl_fields.one_teacher_refusals(teacher), *advantage_refusals("teacher", shifted, self)])
         super().__post_init__()
         if kl is not None:
-            warn_few_prompts(kl, self.generation_batch_size / self.num_generations)  # pyright: ignore[reportOptionalOperand]
+            warn_few_prompts(kl, self.generation_batch_size / self.num_generations)  # pyright: ignore
         self.beta = OwnBeta(self.beta) if self._asks else float(self.beta)
 
     @property
