@@ -13,6 +13,7 @@ from klamp.config import TeacherConfig
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
+from klamp.core.masking import Totals
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.term import KLTerm, Weighted
 from klamp.core.topk import topk_kl

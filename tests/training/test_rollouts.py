@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from torch.optim import SGD
 from klamp.config.kl import SMALL_VOCABULARY
 from klamp.lab.rollouts import collect, measure_reference_length
 from klamp.lab.sampling import encode_prompts, generate, uniform_numbers
-from klamp.lab.updates import kl_from_old, update
+from klamp.lab.updates import update
 
 
 def test_groups_stand_together_and_every_completion_has_its_own_reward(context_of):
@@ -154,12 +151,13 @@ def test_the_forward_kl_of_a_large_vocabulary_is_measured_where_it_is_asked_for(
     assert output.scores.exact is not None and (output.scores.exact_forward is not None) == both
 
 
-def test_the_distance_from_the_old_policy_is_k3_of_what_sampled():
+def test_the_distance_from_the_old_policy_is_k3_of_what_sampled(context_of):
     """KL(old||policy), and not the other way round: k3 of log old - log policy, over the trained tokens."""
-    old, policy = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -1.0, -1.0]])
-    mask = torch.tensor([[True, True, False]])
-    rollout: Any = SimpleNamespace(old_logprobs=old, mask=mask, totals=SimpleNamespace(tokens=2))
-    expected = sum(math.exp(-delta) - 1 + delta for delta in (0.5, -1.0)) / 2
-    assert kl_from_old(rollout, policy) == pytest.approx(expected)
-    rollout.old_logprobs = None
-    assert kl_from_old(rollout, policy) == 0, "the first update"
+    context = context_of(num_iterations=2)
+    rollout = rollout_of(context, beta=0.1)
+    old = rollout.completions.sampler_logprobs - 0.5
+    output = update(
+        context, SGD(context.policy.parameters(), lr=0.0), replace(rollout, old_logprobs=old), context.objective
+    )
+    moved = (output.scores.logprobs - old)[rollout.mask]
+    assert output.losses["policy/kl_old"] == pytest.approx((moved.exp() - 1 - moved).mean().item(), rel=1e-5)
