@@ -147,3 +147,8 @@ def test_it_holds_the_target_of_a_tabular_world(target: float, rate: float, seed
     assert in_band(kls, target) >= 0.9
     assert max(fmean(kls[step : step + 10]) for step in range(len(kls) - 9)) < 2 * target
     assert all(max(betas[i : i + 6]) < 3 * min(betas[i : i + 6]) for i in range(begin, len(betas) - 5))
+
+
+def test_many_steps_at_once_move_beta_by_e_at_most() -> None:
+    rule = HoldController(0.2, target=0.1, landing=0.0)
+    assert rule.update(9.0, n_steps=100) == pytest.approx(0.2 * math.e)

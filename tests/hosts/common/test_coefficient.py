@@ -10,7 +10,14 @@ from tests.batches import read
 
 from klamp.core.term import KLTerm
 from klamp.errors import UnsupportedVersion
-from klamp.hosts.common.coefficient import Coefficient, batch_of, check_once, gated_penalty, loss_mask
+from klamp.hosts.common.coefficient import (
+    Coefficient,
+    ShiftedInputs,
+    batch_of,
+    check_once,
+    gated_penalty,
+    loss_mask,
+)
 
 KL = torch.full((2, 3), 7.0)
 
@@ -75,3 +82,9 @@ def test_the_kl_is_divided_by_the_tokens_that_carry_it() -> None:
     assert torch.allclose(by_part, torch.tensor([[0, 5 / 6, 5 / 6], [0, 5 / 6, 0]]))
     scaled = gated_penalty(batch, KLTerm(value="k1"), torch.tensor([3.0, 2.0]))
     assert scaled.tolist() == [[0, 1.5, 1.5], [0, 1.0, 0]]
+
+
+def test_each_reading_of_the_shifted_advantages_counts_once() -> None:
+    inputs = ShiftedInputs({"advantages": 1, "mask": 2}, lambda: torch.ones(3))
+    assert (inputs["mask"], inputs.uses) == (2, 0)
+    assert inputs["advantages"].tolist() == [1.0] * 3 and inputs.uses == 1
