@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from klamp.core.estimators import exact_kl
-from klamp.core.topk import TAILS, distinct, server_head, topk_kl
+from klamp.core.topk import TAILS, asked_tokens, distinct, server_head, topk_kl
 from klamp.errors import ConfigError, ShapeError, UnknownNameError
 
 DIRECTIONS = ("reverse", "forward", "js")
@@ -222,3 +222,8 @@ def test_what_makes_no_sense_is_refused():
         topk_kl(p[:3], q[:3], p[0], q[0], out[None])
     with pytest.raises(ConfigError, match="carries the gradient"):
         topk_kl(q[:3], p[:3], q[0], p[0], out)
+
+
+def test_the_tokens_to_score_are_the_head_with_the_target_in_its_gaps_and_the_target() -> None:
+    asked = asked_tokens(torch.tensor([5, 6]), torch.tensor([[1, -1], [-1, 2]]))
+    assert asked.tolist() == [[1, 5, 5], [6, 2, 6]]
