@@ -19,12 +19,12 @@ from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.doctor.alarms_kl import share_in_band
-from klamp.doctor.history import History, Row
+from klamp.doctor.readers import read_record
 from klamp.errors import TrainingStopped
 from klamp.lab.backends import check_backend, engine_plan, launch, train_run
 from klamp.lab.checkpoint import check_resume
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import checkpoint_folders, lines_of, plain, run_folder
+from klamp.lab.folders import checkpoint_folders, plain, run_folder
 from klamp.lab.observers import RunSummary
 from klamp.lab.tasks.base import NO_REWARD, Task
 from klamp.names import METRICS_FILE
@@ -150,8 +150,7 @@ def print_summary(config: TrainConfig, summary: RunSummary) -> None:
 
 def _target_text(folder: Path) -> str:
     """How well a run held its target, in words."""
-    rows = [Row(step=row["step"], metrics=row) for row in lines_of(folder / METRICS_FILE) if "kl/target" in row]
-    share, since = share_in_band(History(rows=rows)), "since the KL reached it"
+    share, since = share_in_band(read_record(folder / METRICS_FILE)), "since the KL reached it"
     steps = "" if share is None else f"{100 * share:.0f} % of the steps {since}"
     return f"in the band (mean of 20 steps within 30 %) for {steps}" if steps else f"fewer than 20 steps {since}"
 

@@ -326,6 +326,8 @@ def test_a_teacher_that_does_not_fit_is_refused(base: Any, teacher: Any, tmp_pat
         klamp_trainer(copy.deepcopy(base), tmp_path, trainer={"teacher_model": teacher}, teacher_model="x")
     with pytest.raises(ModelError, match="there is no model at this path"):
         klamp_trainer(copy.deepcopy(base), tmp_path, teacher_model="./no-such-folder")
+    with pytest.raises(ModelError, match="there is no model at this path"):
+        klamp_trainer(copy.deepcopy(base), tmp_path, teacher_model="runs/no-such/checkpoint")
     with pytest.raises(UnknownNameError, match=r"(?s)unknown field of GRPOConfig.*did you mean 'teacher_coef'"):
         arguments(teacher_coeff=1.0)
     with pytest.raises(ConfigError, match="fields of a teacher are set and none is named"):

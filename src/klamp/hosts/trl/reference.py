@@ -41,16 +41,21 @@ def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Mo
     if ref_model is not None or peft or not isinstance(model, nn.Module):
         return ref_model
     name = str(getattr(model.config, "_name_or_path", None) or "")
-    if not name or not (Path(name).is_dir() or (name[0] not in "./~" and name.count("/") <= 1)):
+    if not name or (_is_path(name) and not Path(name).is_dir()):
         return frozen_copy(model)  # neither a folder that exists nor a name of the Hub
     check_folder(name)  # TRL loads it again by its name
     return None
 
 
+def _is_path(name: str) -> bool:
+    """Whether a name can be a path alone: a name of the Hub is NAME or OWNER/NAME."""
+    return name[:1] in (".", "/", "~") or name.count("/") > 1
+
+
 def check_folder(name: Any) -> None:
     """Refuse a path that does not exist, and a folder that lacks some of the model's weights; all else is let be."""
     info: Any = {}
-    if isinstance(name, str) and name[:1] in (".", "/", "~") and not Path(name).is_dir():
+    if isinstance(name, str) and _is_path(name) and not Path(name).is_dir():
         fix = "check the path, from the folder in which the program runs"
         raise ModelError("there is no model at this path", got=name, why="TRL would look for it on the hub", fix=fix)
     if isinstance(name, str) and Path(name).is_dir():
