@@ -162,6 +162,19 @@ def test_training_brings_the_policy_to_its_teacher(config_of, teacher, tmp_path)
     assert {"reward_std", "groups/saturated", "beta/price"}.isdisjoint(rows_of(tmp_path / "run")[-2])
 
 
+def test_placeholders_of_a_teacher_are_an_alarm_of_the_step_without_logged_completions(config_of, teacher, tmp_path):
+    """Case: an output head of zeros gives every token the same log-probability."""
+    flat = load_model(teacher)
+    flat.lm_head.weight.data.zero_()
+    flat.save_pretrained(tmp_path / "teacher")
+    arithmetic_tokenizer().save_pretrained(tmp_path / "teacher")
+    fields = {"max_steps": 1, "eval_every": 0, "save_every": 0, "log_completions": 0, **ALONE}
+    for name, folder in (("flat", str(tmp_path / "teacher")), ("sound", teacher)):
+        train_run(config_of(teacher_model=folder, output_dir=str(tmp_path / name), **fields))
+        told = [row["name"] for row in lines_of(tmp_path / name / "alarms.jsonl") if row["step"] == 1]
+        assert ("teacher-silent" in told) == (name == "flat")
+
+
 def test_what_is_seen_of_each_of_several_teachers(config_of, teacher, llama, tmp_path):
     fields = prompts_file(tmp_path, ROWS) | {"teacher_models": (f"a={teacher}", f"b={llama}"), "teacher_key": "who"}
     fields |= {"train_size": 0, "teacher_estimator": "topk", "teacher_top_k": 3, "max_steps": 1, "beta": 0.0}

@@ -25,7 +25,13 @@ from klamp.doctor.metrics import Counted, averaged_over, check_metrics
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.anchors import prefix_kl
 from klamp.hosts.common.control import check_kl, held_kl
-from klamp.hosts.common.step_metrics import StepRecord, repeated_pairs, reward_length_correlation, step_metrics
+from klamp.hosts.common.step_metrics import (
+    StepRecord,
+    repeated_pairs,
+    repeated_scores,
+    reward_length_correlation,
+    step_metrics,
+)
 from klamp.lab.anchors import TeacherScores, of_part
 from klamp.lab.config import TrainConfig
 from klamp.lab.rollouts import Rollout, batch_of, exact_of
@@ -227,13 +233,15 @@ def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]
 
 
 def _teacher_metrics(context: Context, rollout: Rollout, teacher: TeacherScores, policy: Tensor) -> dict[str, float]:
-    """Mean probability of the end token; correlation within groups of the reward and the teacher's log-ratio."""
+    """Repeated numbers; mean probability of the end token; correlation in groups of reward and teacher's log-ratio."""
     last = (rollout.completions.mask.sum(-1).clamp(min=1) - 1)[:, None]
     ended = rollout.completions.ended & rollout.mask.gather(1, last)[:, 0]
     end = torch.where(ended, teacher.logprobs.gather(1, last)[:, 0].exp(), 0.0).double()
     likelier = masked_mean(masked_log_ratio(teacher.logprobs, policy, rollout.mask), rollout.mask, -1)
     size, metrics = context.config.rollout.num_generations, dict[str, float]()
     for key, rows in rows_of_each(context, rollout).items():
+        repeated = repeated_scores(policy[rows], teacher.logprobs[rows], rollout.mask[rows])
+        metrics[f"teacher/repeated{key}"] = float(repeated)
         if count := int(ended[rows].sum()):
             metrics[f"teacher/end{key}"] = float(end[rows].sum()) / count
         correlation = reward_length_correlation(rollout.rewards[rows], likelier[rows], size)

@@ -26,6 +26,7 @@ from klamp.core.topk import topk_kl
 from klamp.core.types import Batch, Scored, check_logprobs
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import KL_SCALE, advantages_less_kl, batch_of, gated_penalty, replaced
+from klamp.hosts.common.step_metrics import repeated_scores
 from klamp.hosts.common.versions import check_version, out_of_range
 from klamp.hosts.verl.driver import BETA, NAMES, PER_ROW, PER_TOKEN, SAMPLER, nested
 from klamp.hosts.verl.overrides import is_ours, loss_kl, named, needs_driver, teacher_of
@@ -80,7 +81,7 @@ def register(*, check: bool = False) -> None:
     for head in (True, False):
         names = [name for name, teacher in named().items() if bool(teacher.head_size) == head]
         settings = distillation.DistillationLossSettings(names=names, use_topk=head, use_estimator=not head)
-        distillation.register_distillation_loss(settings)(kl_to_teacher)
+        distillation.register_distillation_loss(settings)(logged_kl_to_teacher)
 
 
 def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
@@ -176,17 +177,38 @@ def kl_to_teacher(
 
 def _teacher_metrics(prepared: Prepared, data: Any) -> dict[str, Any]:
     """Means over the tokens of verl's mini-batch, each micro-batch's part of them, under klamp's names."""
-    count, means = prepared.batch.mask.sum(), kl_metrics(prepared)
-    names = ("teacher/kl",) if prepared.scored.kl is not None else ("teacher/k1", "teacher/kl")
+    names, means = ("teacher/k1", "teacher/kl"), kl_metrics(prepared)
+    names = names if prepared.scored.kl is None else names[1:]
+    return {name: _part(means[name], prepared.batch.mask.sum(), data) for name in names}
+
+
+def _part(mean: Tensor, count: Tensor, data: Any) -> Any:
+    """What the mean over the tokens of a micro-batch adds to that of verl's mini-batch."""
     share = data["dp_size"] * count / (data["batch_num_tokens"] or count)
-    metric: Any = importlib.import_module(METRIC).Metric
-    return {name: metric("sum", means[name] * share) for name in names}
+    return importlib.import_module(METRIC).Metric("sum", mean * share)
+
+
+def logged_kl_to_teacher(*, model_output: Mapping[str, Any], data: Any, **rest: Any) -> tuple[Tensor, dict[str, Any]]:
+    """`kl_to_teacher`, and the share of the teacher's numbers (of a head, its likeliest's) that are the one before."""
+    penalty, metrics = kl_to_teacher(model_output=model_output, data=data, **rest)
+    mask, responses = _padded(data[MASK]).bool(), _responses(data)
+    scores = responses(data["teacher_logprobs"]).flatten(2)[..., 0]
+    repeated = repeated_scores(responses(model_output["log_probs"]), scores, mask)
+    return penalty, metrics | {"teacher/repeated": _part(repeated, mask.sum(), data)}
+
+
+def _responses(data: Any) -> Callable[[Any], Tensor]:
+    """verl's function from values of all tokens to those of the responses, [B, T, ...]."""
+    return functools.partial(importlib.import_module(PADDING).no_padding_2_padding, data=data)
+
+
+def _padded(x: Tensor) -> Tensor:
+    return x.to_padded_tensor(0) if x.is_nested else x
 
 
 def _distilled(teacher: TeacherConfig, model_output: Mapping[str, Any], data: Any) -> Batch:
     """What verl hands to a loss of distillation, in klamp's words."""
-    responses = functools.partial(importlib.import_module(PADDING).no_padding_2_padding, data=data)
-    mask, old = (x.to_padded_tensor(0) if x.is_nested else x for x in (data[MASK], data[OLD]))
+    responses, mask, old = _responses(data), _padded(data[MASK]), _padded(data[OLD])
     kl: Tensor | None = None
     if teacher.head_size:
         plain, policy_mass, teacher_mass = (
