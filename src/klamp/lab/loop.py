@@ -35,10 +35,10 @@ from klamp.core.masking import Totals, masked_mean
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
-from klamp.hosts.common.anchors import STEP_ZERO_KL
+from klamp.hosts.common.anchors import STEP_ZERO_KL, check_apart
 from klamp.hosts.common.control import go_on_from, held_kl
 from klamp.lab import checkpoint, updates
-from klamp.lab.anchors import LocalReference
+from klamp.lab.anchors import LocalReference, check_tokens_of
 from klamp.lab.checkpoint import check_resume, identity
 from klamp.lab.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.lab.evaluation import check_same, evaluate, fingerprints, teacher_answers
@@ -190,7 +190,7 @@ def grpo_microbatch_step(
     ref_log_probs = None
     if kl_coef > 0:
         with torch.no_grad():
-            ref_log_probs = _log_probs(needed_reference(ref_model, kl_coef), completions, temperature)
+            ref_log_probs = _log_probs(needed_reference(ref_model, kl_coef, model), completions, temperature)
     loss, metadata = compute_loss(
         _log_probs(model, completions, temperature),
         old_log_probs,
@@ -205,8 +205,8 @@ def grpo_microbatch_step(
     return loss.detach(), metadata
 
 
-def needed_reference(ref_model: nn.Module | None, kl_coef: float) -> nn.Module:
-    """The reference; a ConfigError if there is none."""
+def needed_reference(ref_model: nn.Module | None, kl_coef: float, policy: nn.Module) -> nn.Module:
+    """The reference; a ConfigError if there is none, a ModelError if it has weights of the policy."""
     if ref_model is None:
         raise ConfigError(
             "kl_coef is positive and there is no reference",
@@ -214,6 +214,7 @@ def needed_reference(ref_model: nn.Module | None, kl_coef: float) -> nn.Module:
             why="a KL needs something to be the distance to",
             fix="pass ref_model (a frozen copy of the starting policy), or kl_coef=0",
         )
+    check_apart(*(x.model if isinstance(x, Scorer) else x for x in (ref_model, policy)))
     return ref_model
 
 
@@ -307,7 +308,9 @@ def train(
         optim=optim or OptimConfig(),
         run=RunConfig(seed=seed, exact_kl_completions=0),
     )
-    frozen = needed_reference(ref_model, kl_coef) if kl_coef > 0 else None
+    frozen = needed_reference(ref_model, kl_coef, model) if kl_coef > 0 else None
+    if frozen is not None and (name := getattr(getattr(frozen, "config", None), "_name_or_path", "")):
+        check_tokens_of(name, tokenizer, who="reference")
     context = Context(
         config=config,
         scorer=Scorer(model, probe(model)),
