@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from klamp.lab.evaluation import check_same
 from klamp.lab.folders import lines_of
 from klamp.lab.models import load_model
 from klamp.lab.rollouts import collect
+from klamp.lab.setup import open_inputs
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 from klamp.lab.updates import completion_row, measured, scored_batch, taught_of, update
 from klamp.scoring.completions import select
@@ -282,6 +284,39 @@ def test_another_tokenizer_is_refused_and_another_end_is_told(context_of, tmp_pa
     (ends / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "="}))
     with pytest.warns(KLWarning, match="The teacher ends an answer with '='"):
         context_of(teacher_model=str(ends), **ALONE)
+
+
+def test_what_cannot_work_is_said_before_any_weights_are_read(config_of, teacher, tmp_path):
+    """`klamp train --dry_run` opens these inputs, and has no other word."""
+    task, gone = prompts_file(tmp_path, ROWS) | {"train_size": 0}, str(tmp_path / "gone")
+    refused: list[tuple[type[Exception], str, dict]] = [
+        (ModelError, "cannot load a model's configuration", {"teacher_model": gone}),
+        (ModelError, "cannot load a model's configuration", {"ref_model": gone, "beta": 0.1}),
+        (DataError, "no 'hints' for the teacher", {"teacher_model": teacher, "teacher_prompt": "hints"}),
+        (DataError, "names a teacher that does not", {"teacher_models": (f"a={teacher}",), "teacher_key": "who"}),
+        (ConfigError, "at temperature 1 only", {"teacher_url": "http://host:1", "temperature": 0.7}),
+    ]
+    for kind, words, fields in refused:
+        with pytest.raises(kind, match=words):
+            open_inputs(config_of(**task | fields))
+    assert open_inputs(config_of(teacher_model=teacher, teacher_prompt="hint", **task)).train
+    for name, fields in {"teacher": {"teacher_model": teacher, "beta": 0.0}, "kl": {"beta": 0.1}}.items():
+        with pytest.warns(KLWarning, match=f"tokens of an older policy.*Set {name}_off_policy='token'"):
+            config_of(num_iterations=2, **fields)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", KLWarning)
+            config_of(num_iterations=2, **{f"{name}_off_policy": "token"}, **fields)
+
+
+def test_a_prompt_past_the_positions_of_an_anchor_is_refused(context_of, tmp_path):
+    short = stored(tiny_llama(max_position_embeddings=12), tmp_path / "short")
+    task = prompts_file(tmp_path, ROWS) | {"train_size": 0, "max_completion_length": 8, "beta": 0.1}
+    assert context_of(teacher_model=short, ref_model=short, **task).teachers, "the policy's prompts fit"
+    long = {"max_completion_length": 10}
+    hinted = {"teacher_model": short, "teacher_prompt": "hint"}
+    for who, fields in (("teacher", hinted), ("reference", {"ref_model": short} | long)):
+        with pytest.raises(DataError, match=f"the {who}'s prompt 1 is too long"):
+            context_of(**task | fields)
 
 
 def test_a_teacher_with_fewer_entries_is_refused_with_a_way_out(context_of, tmp_path):

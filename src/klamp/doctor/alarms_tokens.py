@@ -203,7 +203,7 @@ SETTLED = 5
 UNSCORED = Limit(0.1, f"of the trained tokens, mean of {SETTLED} steps")
 NUMBERLESS = Limit(0.5, "of the trained tokens of one step")
 REPEATED_KL = 0.01
-REPEATED = Limit(0.8, f"of the numbers repeat the one before where the policy's do not, at a KL above {REPEATED_KL}")
+REPEATED = Limit(0.8, f"of the numbers repeat the one before, not the policy's; teacher/kl above {REPEATED_KL}")
 REACH_STEPS, REACH_FLOOR = 50, 0.05
 REACHED = Limit(
     0.9,
@@ -225,13 +225,10 @@ NO_PART = 10
 def silent(history: History) -> Evidence | None:
     """The teacher gives many tokens no number, or all the same one."""
     for name in _per_teacher(history, "teacher/unscored"):
-        shares = [history.latest[name]] if history.latest[name] > NUMBERLESS.value else []
-        for count in (SETTLED, 4 * SETTLED):
+        for count, limit in ((1, NUMBERLESS), (SETTLED, UNSCORED), (4 * SETTLED, UNSCORED)):
             values = history.last(name, count)
-            if len(values) == count and least_and_most(values)[0] > UNSCORED.value:
-                shares.append(fmean(values))
-        if shares:
-            return Evidence(f"{shares[0]:.0%} of the trained tokens have no number of the teacher's ({name})")
+            if len(values) == count and least_and_most(values)[0] > limit.value:
+                return Evidence(f"{fmean(values):.0%} of the trained tokens have no number of the teacher's ({name})")
     for name in _per_teacher(history, "teacher/repeated"):
         share, kl = history.latest[name], history.latest.get(name.replace("repeated", "kl"), math.inf)
         if share > REPEATED.value and kl > REPEATED_KL:

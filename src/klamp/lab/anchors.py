@@ -20,7 +20,7 @@ from klamp.config.teacher import TeacherConfig
 from klamp.errors import DataError, KLWarning, ModelError
 from klamp.hosts.common.anchors import check_tokens, no_prompt, prefix_kl
 from klamp.lab.config import TrainConfig, reference_kind
-from klamp.lab.models import device_of, load_model, load_policy, load_tokenizer
+from klamp.lab.models import device_of, load_model, load_policy, load_tokenizer, max_length
 from klamp.lab.sampling import encode_prompts
 from klamp.lab.tasks.base import Example, Task
 from klamp.lab.tasks.files import check_prompts, prompt_text
@@ -230,6 +230,9 @@ def load_reference(
     if kind == "remote":
         return connect(config, task, tokenizer)
     if own is not None:
+        if config.model.ref_model:
+            length = config.rollout.max_completion_length
+            check_prompts(task.train, tokenizer, max_length(own.config), length, "the reference's ")
         own = placed(own, config).requires_grad_(False).eval()
         return LocalReference(own, traits=None if config.model.ref_model else traits)
     if kind != "adapter_off":  # a copy of the policy as it was before the first step
@@ -266,9 +269,9 @@ def load_teachers(
     if not teacher.there:
         return None
     prompts = teacher_prompts(config, task, tokenizer)
+    shown = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
     check_keys(config, task, teacher.models)
     if teacher.kind == "remote":
-        shown = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
         models[""] = connect(config, replace(task, train=shown), tokenizer, who="teacher")
     elif teacher.kind == "frozen":
         for key, name in teacher.models.items():
@@ -277,7 +280,12 @@ def load_teachers(
     else:
         own = copy.deepcopy(policy) if teacher.kind in ("ema", "periodic") else policy
         models[""] = of_policy(teacher.kind, "teacher", own, scorer.traits, config)
-    return Teachers(config=teacher, models=models, tokenizer=tokenizer, prompts=prompts)
+    teachers = Teachers(config=teacher, models=models, tokenizer=tokenizer, prompts=prompts)
+    for key, model in models.items():
+        if isinstance(model, LocalReference):
+            own, room = [e for e in shown if teachers.key(e) == key], max_length(model.model.config)
+            check_prompts(own, tokenizer, room, config.rollout.max_completion_length, "the teacher's ")
+    return teachers
 
 
 def connect(

@@ -21,7 +21,7 @@ from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.versions import caution_beside
 from klamp.lab import anchors, models
 from klamp.lab.anchors import LocalReference, MovingReference, Reference, Teachers
-from klamp.lab.config import TrainConfig
+from klamp.lab.config import TrainConfig, reference_kind
 from klamp.lab.observers import Observer
 from klamp.lab.sizing import started_processes
 from klamp.lab.tasks import load_task
@@ -137,10 +137,19 @@ def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, lon
 
 
 def open_inputs(config: TrainConfig) -> Task:
-    """The task of a run, its prompts checked as the run itself will, without the model's weights."""
+    """The task of a run, its prompts and the folders of its anchors checked as the run will, without any weights."""
     model = config.model.model
     room = MAX_MODEL_LENGTH if model == models.BUILTIN else models.max_length(models.configuration(model))
-    return load_prompts(config, models.load_tokenizer(config.model.tokenizer or model), longest=room)
+    tokenizer, teacher = models.load_tokenizer(config.model.tokenizer or model), config.teacher
+    task = load_prompts(config, tokenizer, longest=room)
+    reference = config.model.ref_model if reference_kind(config) == "frozen" else None
+    for name in {reference, *(teacher.models.values() if teacher.kind == "frozen" else ())} - {None, models.BUILTIN}:
+        models.configuration(str(name))
+        models.check_weights(models.weights_folder(str(name)))
+    if teacher.there:
+        anchors.teacher_prompts(config, task, tokenizer)
+        anchors.check_keys(config, task, teacher.models)
+    return task
 
 
 def build(config: TrainConfig, observers: Sequence[Observer] = (), *, resumed: Path | None = None) -> Context:

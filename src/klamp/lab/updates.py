@@ -16,7 +16,7 @@ from transformers import get_scheduler
 
 from klamp.config.loss import configured_price, spread_of_group
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import masked_log_ratio, masked_mean, masked_sum, upcast
+from klamp.core.masking import masked_log_ratio, masked_mean, masked_sum, repeated_share, upcast
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.penalty import kl_metrics
 from klamp.core.term import carries_kl, measure
@@ -25,13 +25,7 @@ from klamp.doctor.metrics import Counted, averaged_over, check_metrics
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.anchors import prefix_kl
 from klamp.hosts.common.control import check_kl, held_kl
-from klamp.hosts.common.step_metrics import (
-    StepRecord,
-    repeated_pairs,
-    repeated_scores,
-    reward_length_correlation,
-    step_metrics,
-)
+from klamp.hosts.common.step_metrics import StepRecord, repeated_pairs, reward_length_correlation, step_metrics
 from klamp.lab.anchors import TeacherScores, of_part
 from klamp.lab.config import TrainConfig
 from klamp.lab.rollouts import Rollout, batch_of, exact_of
@@ -240,7 +234,7 @@ def _teacher_metrics(context: Context, rollout: Rollout, teacher: TeacherScores,
     likelier = masked_mean(masked_log_ratio(teacher.logprobs, policy, rollout.mask), rollout.mask, -1)
     size, metrics = context.config.rollout.num_generations, dict[str, float]()
     for key, rows in rows_of_each(context, rollout).items():
-        repeated = repeated_scores(policy[rows], teacher.logprobs[rows], rollout.mask[rows])
+        repeated = repeated_share(policy[rows], teacher.logprobs[rows], rollout.mask[rows])
         metrics[f"teacher/repeated{key}"] = float(repeated)
         if count := int(ended[rows].sum()):
             metrics[f"teacher/end{key}"] = float(end[rows].sum()) / count

@@ -39,8 +39,6 @@ GROUP = ("uid", "group", "prompt", "input")
 PROMPT = ("prompt", "input", "question")
 UNWRITTEN = (0.0, -1.0)
 """What verl pads the log-probabilities of the policy and of the sampler with; others pad the sampler with either."""
-SAME = 1e-4
-"""Nats between log-probabilities that rounding may explain."""
 CERTAIN = -1.0
 """A token that its sampler was certain of is above this under the policy; a prompt token mostly is not."""
 
@@ -160,10 +158,7 @@ def step_in(file: Path) -> int:
 
 
 def completion_metrics(completions: Sequence[Completion], *, taught: bool = False) -> dict[str, float]:
-    """The metrics that the completions of a step give by themselves, over trained tokens; names as in `METRICS`.
-
-    `taught`: the record has a teacher, which may have been silent in this step.
-    """
+    """The metrics of a step's completions alone, over trained tokens, named as in `METRICS`; `taught`: by a teacher."""
     metrics = _teacher_metrics(completions) if taught else dict[str, float]()
     sides: Mapping[Side, str] = {"ref": "kl/k3", "sampler": "sampler/k3", "teacher": "teacher/kl"}
     for against, name in sides.items():
@@ -189,7 +184,7 @@ def _teacher_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     rows = ((x.policy, x.teacher or [math.nan] * len(x.policy), x.is_trained) for x in completions)
     pairs = [(p, t) for row in rows for p, t, trained in zip(*row, strict=True) if trained and math.isfinite(p)]
     scored = [(p, t) for p, t in pairs if math.isfinite(t)]
-    same = [t == before for (p0, before), (p, t) in pairwise(scored) if abs(p - p0) > SAME]
+    same = [t == before for (p0, before), (p, t) in pairwise(scored) if p != p0]
     metrics = {"teacher/repeated": fmean(same)} if same else {}
     return metrics | ({"teacher/unscored": 1 - len(scored) / len(pairs)} if pairs else {})
 

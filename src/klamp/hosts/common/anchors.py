@@ -99,6 +99,18 @@ def no_prompt(column: str, columns: Collection[str]) -> DataError:
     )
 
 
+def check_room(model: Any, present: Tensor, *, who: Who) -> None:
+    """Refuse rows of prompt and completion, [B, P + T] bool, that are longer than an anchor's positions."""
+    room, longest = getattr(model.config.get_text_config(), "max_position_embeddings", None), int(present.sum(-1).max())
+    if room is not None and longest > room:
+        raise DataError(
+            f"a prompt is too long for the {who}",
+            got=f"{longest} tokens with its completion",
+            why=f"the {who} has {room} positions, and no log-probabilities past them",
+            fix=f"shorten its prompts or max_completion_length, or use another {who}",
+        )
+
+
 def check_apart(anchor: nn.Module, policy: nn.Module, *, who: Who = "reference") -> None:
     """Refuse an anchor that has trained weights of the policy; warn of weights that are frozen in both."""
 

@@ -10,13 +10,10 @@ from torch import Tensor
 
 from klamp.core.advantages import saturated_share
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import masked_log_ratio, masked_mean, masked_sum, share_of
+from klamp.core.masking import masked_log_ratio, masked_mean, masked_sum, repeated_share
 from klamp.core.penalty import kl_metrics
 from klamp.core.term import Prepared
 from klamp.doctor.metrics import Counted, averaged_over, check_metrics
-
-SAME = 1e-4
-"""Nats between log-probabilities that rounding may explain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +99,6 @@ def repeated_pairs(ids: Tensor, mask: Tensor) -> Tensor:
     return (ordered[:, 1:] == ordered[:, :-1]).sum(-1).float()
 
 
-def repeated_scores(policy: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
-    """The share of an anchor's log-probabilities, [B, T], that repeat the one before, where the policy's differ. Scalar
-
-    Next to 1 where the anchor gives placeholders: one number for all tokens, or for all tokens of a completion.
-    """
-    own, others = policy.detach()[mask], scores[mask]
-    return share_of(others[1:] == others[:-1], own.diff().abs() > SAME)
-
-
 def reward_length_correlation(rewards: Tensor, lengths: Tensor, group_size: int) -> Tensor | None:
     """The correlation of reward and length within groups; None if one of them is the same in every group."""
     reward, length = (x.double().view(-1, group_size) for x in (rewards, lengths))
@@ -145,7 +133,7 @@ class Window:
             means["ref/logp_mean"] = masked_mean(prepared.scored.logprobs, batch.mask)
         elif anchor == "teacher":
             scores = prepared.scored.logprobs
-            means["teacher/repeated"] = repeated_scores(batch.policy_logprobs, scores, prepared.carried)
+            means["teacher/repeated"] = repeated_share(batch.policy_logprobs, scores, prepared.carried)
         means["length/mean"] = batch.mask.sum(-1).double().mean()
         counts: dict[Counted, int | Tensor] = {
             "completions": len(batch.mask),

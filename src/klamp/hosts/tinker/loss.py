@@ -21,7 +21,7 @@ from klamp.config.loss import build_objective
 from klamp.config.teacher import TeacherConfig, of_a_server
 from klamp.core.arguments import AT_LEAST_1, check_fields, limited
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import Totals, check_totals, masked_log_ratio, masked_mean, total_denominator
+from klamp.core.masking import Totals, check_totals, masked_log_ratio, masked_mean, repeated_share, total_denominator
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.surrogates import CLIP_LOW
 from klamp.core.topk import head_mass, topk_kl_of
@@ -29,7 +29,6 @@ from klamp.core.types import LossPart
 from klamp.doctor.metrics import check_metrics
 from klamp.errors import KLWarning, NonFiniteError, Refusal, refuse
 from klamp.hosts.common.effective import Effective, EffectiveTerm
-from klamp.hosts.common.step_metrics import repeated_scores
 from klamp.hosts.common.versions import host_version, load_tinker
 from klamp.hosts.tinker.datums import Rows, read_rows, with_inputs
 
@@ -261,7 +260,7 @@ def _loss(rows: Rows, logprobs_list: Sequence[Tensor], call: LossCall) -> tuple[
     _check_finite(output.loss, wide)
     metrics = {name: float(value) for name, value in output.metrics.items()}
     metrics |= {f"teacher/{name}": float(masked_mean(mass, rows.mask)) for name, mass in masses.items()}
-    if rows.teacher_logprobs is not None and (share := repeated_scores(policy, rows.teacher_logprobs, rows.mask)) > 0:
+    if rows.teacher_logprobs is not None and (share := repeated_share(policy, rows.teacher_logprobs, rows.mask)) > 0:
         metrics["teacher/repeated"] = float(share)
     metrics |= {"beta": objective.beta, "train/loss": float(output.loss.detach())}
     metrics["train/denominator"] = _denominator(rows, call)

@@ -15,7 +15,7 @@ from klamp.config.describe import PLACEMENTS, TAUGHT, describe_average
 from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Direction
 from klamp.errors import ConfigError, Refusal, refuse
-from klamp.hosts.common.anchors import check_apart
+from klamp.hosts.common.anchors import check_apart, check_room
 from klamp.hosts.common.coefficient import TEACHER, check_once, loss_mask
 from klamp.hosts.common.control import check_kl
 from klamp.hosts.common.effective import Effective, EffectiveTerm
@@ -132,6 +132,7 @@ class DistillationTrainer(trl.DistillationTrainer):
         of_tokens = own.prefixes is None or own.config.teacher_horizon == "sequence"
         hidden, logprobs, entropy = self._read(unwrapped_student, inputs, of_tokens)
         plain = self.accelerator.unwrap_model(model.eval())
+        check_room(plain, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1), who="teacher")
         with torch.no_grad():
             states, scores, _ = self._forward_redirection(model, plain, self._read, plain, inputs, False)
         batch = {**inputs, teacher.PREDICTED: states, TEACHER: scores, "advantages": torch.zeros_like(scores[:, 0])}

@@ -17,7 +17,7 @@ from klamp.core.penalty import token_penalty
 from klamp.core.term import prepare
 from klamp.core.types import BOUND_IT, FORBIDDEN, Batch, check_logprobs
 from klamp.errors import refuse
-from klamp.hosts.common.anchors import check_apart, check_tokens, no_prompt
+from klamp.hosts.common.anchors import check_apart, check_room, check_tokens, no_prompt
 from klamp.hosts.common.coefficient import TEACHER, batch_of, loss_mask
 from klamp.hosts.common.effective import EffectiveTerm
 from klamp.hosts.common.step_metrics import Window
@@ -92,6 +92,7 @@ def keep_scores(trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], output: 
         logprobs, predictions = scores.logprobs, None if scores.predictions is None else scores.predictions.values
     else:
         model = trainer.model if teacher.model is None else teacher.model
+        check_room(trainer.accelerator.unwrap_model(model), call["attention_mask"], who="teacher")
         policy, off = trainer.accelerator.unwrap_model(trainer.model), teacher.config.kind == "adapter_off"
         with policy.disable_adapter() if off else nullcontext(), trainer._klamp.calls.collected() as scorings:
             logprobs = trainer._get_per_token_logps_and_entropies(model, **call)[0].detach()

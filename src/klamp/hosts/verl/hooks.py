@@ -20,13 +20,13 @@ from torch import Tensor
 from klamp.audit.micro_batch import check as check_loss
 from klamp.audit.verdict import Verdict
 from klamp.config.teacher import Tail, TeacherConfig
+from klamp.core.masking import repeated_share
 from klamp.core.penalty import kl_metrics, token_penalty
-from klamp.core.term import Prepared, Weighted, prepare
+from klamp.core.term import Weighted, prepare
 from klamp.core.topk import topk_kl
 from klamp.core.types import Batch, Scored, check_logprobs
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import KL_SCALE, advantages_less_kl, batch_of, gated_penalty, replaced
-from klamp.hosts.common.step_metrics import repeated_scores
 from klamp.hosts.common.versions import check_version, out_of_range
 from klamp.hosts.verl.driver import BETA, NAMES, PER_ROW, PER_TOKEN, SAMPLER, nested
 from klamp.hosts.verl.overrides import is_ours, loss_kl, named, needs_driver, teacher_of
@@ -170,31 +170,27 @@ def kl_to_teacher(
     teacher = teacher_of(options.loss_mode)
     batch, coefficient = _distilled(teacher, model_output, data), options.distillation_loss_coef
     prepared = prepare(batch, teacher.build_term())
-    penalty, metrics = token_penalty(prepared), _teacher_metrics(prepared, data) | {"teacher/coef": coefficient}
+    penalty, means = token_penalty(prepared), kl_metrics(prepared)
+    names = ["teacher/kl"] if prepared.scored.kl is not None else ["teacher/k1", "teacher/kl"]
+    metrics = _parts({name: means[name] for name in names}, batch.mask, data) | {"teacher/coef": coefficient}
     # where verl trains on the teacher alone, its own weight is 1
     return penalty if options.use_task_rewards else penalty * coefficient, metrics
 
 
-def _teacher_metrics(prepared: Prepared, data: Any) -> dict[str, Any]:
-    """Means over the tokens of verl's mini-batch, each micro-batch's part of them, under klamp's names."""
-    names, means = ("teacher/k1", "teacher/kl"), kl_metrics(prepared)
-    names = names if prepared.scored.kl is None else names[1:]
-    return {name: _part(means[name], prepared.batch.mask.sum(), data) for name in names}
-
-
-def _part(mean: Tensor, count: Tensor, data: Any) -> Any:
-    """What the mean over the tokens of a micro-batch adds to that of verl's mini-batch."""
-    share = data["dp_size"] * count / (data["batch_num_tokens"] or count)
-    return importlib.import_module(METRIC).Metric("sum", mean * share)
+def _parts(means: Mapping[str, Tensor], mask: Tensor, data: Any) -> dict[str, Any]:
+    """What means over the tokens of a micro-batch add to those of verl's mini-batch."""
+    share = data["dp_size"] * mask.sum() / (data["batch_num_tokens"] or mask.sum())
+    metric: Any = importlib.import_module(METRIC).Metric
+    return {name: metric("sum", mean * share) for name, mean in means.items()}
 
 
 def logged_kl_to_teacher(*, model_output: Mapping[str, Any], data: Any, **rest: Any) -> tuple[Tensor, dict[str, Any]]:
     """`kl_to_teacher`, and the share of the teacher's numbers (of a head, its likeliest's) that are the one before."""
     penalty, metrics = kl_to_teacher(model_output=model_output, data=data, **rest)
-    mask, responses = _padded(data[MASK]).bool(), _responses(data)
-    scores = responses(data["teacher_logprobs"]).flatten(2)[..., 0]
-    repeated = repeated_scores(responses(model_output["log_probs"]), scores, mask)
-    return penalty, metrics | {"teacher/repeated": _part(repeated, mask.sum(), data)}
+    policy, scores = map(_responses(data), (model_output["log_probs"], data["teacher_logprobs"]))
+    mask = _padded(data[MASK]).bool()
+    repeated = repeated_share(policy, scores.flatten(2)[..., 0], mask)
+    return penalty, metrics | _parts({"teacher/repeated": repeated}, mask, data)
 
 
 def _responses(data: Any) -> Callable[[Any], Tensor]:
