@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.diagnostics.histories import completion, history_of, look
+from tests.diagnostics.histories import history_of, look
 
 from klamp.doctor.examine import examine
 from klamp.doctor.history import RunSettings
@@ -68,18 +68,11 @@ def test_a_teacher_that_is_never_in_the_loss_does_nothing() -> None:
         assert not rises("teacher-inert", settings=RunSettings(teacher_coef=coef), train__loss=loss, **more)
 
 
-def constant(teacher: float, *, policy: float = 0.2, count: int = 7) -> bool:
-    history = history_of(teacher__kl=[1.0])
-    row = {"policy": (-1.0, -1.0 - policy, -1.0), "teacher": (-2.0, -2.0 - teacher, -2.0)}
-    history.add_completions([completion(**row)] * count)
-    return look("teacher-silent", history) is not None
-
-
-def test_constant_log_probabilities() -> None:
-    assert constant(0.0) and constant(9e-5)
-    assert not constant(1.1e-4)
-    assert not constant(0.0, policy=0.09), "both are certain of everything"
-    assert not constant(0.0, count=6), "18 tokens are too few"
-    plain = history_of(k3=[0.1])
-    plain.add_completions([completion()] * 20)
-    assert look("teacher-silent", plain) is None
+def test_numbers_of_a_teacher_that_repeat_or_are_gone_at_once() -> None:
+    """From one step's metrics alone: no completions are logged."""
+    assert rises("teacher-silent", teacher__repeated=[0.0, 0.81], teacher__kl=[0.5, 0.02])
+    assert not rises("teacher-silent", teacher__repeated=[0.79], teacher__kl=[0.5])
+    assert not rises("teacher-silent", teacher__repeated=[1.0], teacher__kl=[0.009]), "both are certain of everything"
+    assert rises("teacher-silent", **{"teacher__repeated.code": [1.0], "teacher__kl.code": [0.5]}), "one of several"
+    assert rises("teacher-silent", teacher__unscored=[0.0, 0.51])
+    assert not rises("teacher-silent", teacher__unscored=[0.0, 0.49])

@@ -22,6 +22,7 @@ from klamp.errors import (
     DataError,
     EmptyMaskError,
     KlampError,
+    ModelError,
     NonFiniteError,
     RewardError,
     ShapeError,
@@ -279,6 +280,9 @@ def test_the_loop_refuses_what_it_cannot_use():
         trained(steps=1, ref_model=None)
     with pytest.raises(DataError, match="no prompts"):
         trained(steps=1, prompts=[])
+    own = tiny_llama()
+    with pytest.raises(ModelError, match="the reference is the policy itself"):
+        grpo_microbatch_step(own, sample(own, prompts=["1+1="]), torch.ones(1), ref_model=own, kl_coef=0.1)
     for reward in (lambda prompt, completion: float("nan"), lambda prompt, completion: 1 / 0):
         with pytest.raises(RewardError) as caught:
             trained(steps=1, reward=reward)

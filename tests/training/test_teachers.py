@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -26,6 +27,7 @@ from klamp.lab.folders import lines_of
 from klamp.lab.loop import Trainer
 from klamp.lab.models import load_model
 from klamp.lab.rollouts import collect
+from klamp.lab.setup import open_inputs
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 from klamp.lab.updates import completion_row, measured, scored_batch, taught_of, update, with_old_logprobs
 from klamp.scoring.completions import select
@@ -180,6 +182,19 @@ def test_training_brings_the_policy_to_its_teacher(config_of, teacher, tmp_path)
     assert {"reward_std", "groups/saturated", "beta/price"}.isdisjoint(rows_of(tmp_path / "run")[-2])
 
 
+def test_placeholders_of_a_teacher_are_an_alarm_of_the_step_without_logged_completions(config_of, teacher, tmp_path):
+    """Case: an output head of zeros gives every token the same log-probability."""
+    flat = load_model(teacher)
+    flat.lm_head.weight.data.zero_()
+    flat.save_pretrained(tmp_path / "teacher")
+    arithmetic_tokenizer().save_pretrained(tmp_path / "teacher")
+    fields = {"max_steps": 1, "eval_every": 0, "save_every": 0, "log_completions": 0, **ALONE}
+    for name, folder in (("flat", str(tmp_path / "teacher")), ("sound", teacher)):
+        train_run(config_of(teacher_model=folder, output_dir=str(tmp_path / name), **fields))
+        told = [row["name"] for row in lines_of(tmp_path / name / "alarms.jsonl") if row["step"] == 1]
+        assert ("teacher-silent" in told) == (name == "flat")
+
+
 def test_what_is_seen_of_each_of_several_teachers(config_of, teacher, llama, tmp_path):
     fields = prompts_file(tmp_path, ROWS) | {"teacher_models": (f"a={teacher}", f"b={llama}"), "teacher_key": "who"}
     fields |= {"train_size": 0, "teacher_estimator": "topk", "teacher_top_k": 3, "max_steps": 1, "beta": 0.0}
@@ -280,6 +295,41 @@ def test_another_tokenizer_is_refused_and_another_end_is_told(context_of, tmp_pa
     (ends / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "="}))
     with pytest.warns(KLWarning, match="The teacher ends an answer with '='"):
         context_of(teacher_model=str(ends), **ALONE)
+
+
+def test_what_cannot_work_is_said_before_any_weights_are_read(config_of, teacher, tmp_path):
+    """`klamp train --dry_run` opens these inputs, and has no other word."""
+    task, gone = prompts_file(tmp_path, ROWS) | {"train_size": 0}, str(tmp_path / "gone")
+    refused: list[tuple[type[Exception], str, dict]] = [
+        (ModelError, "cannot load a model's configuration", {"teacher_model": gone}),
+        (ModelError, "cannot load a model's configuration", {"ref_model": gone, "beta": 0.1}),
+        (DataError, "no 'hints' for the teacher", {"teacher_model": teacher, "teacher_prompt": "hints"}),
+        (DataError, "names a teacher that does not", {"teacher_models": (f"a={teacher}",), "teacher_key": "who"}),
+        (ConfigError, "at temperature 1 only", {"teacher_url": "http://host:1", "temperature": 0.7}),
+    ]
+    for kind, words, fields in refused:
+        with pytest.raises(kind, match=words):
+            open_inputs(config_of(**task | fields))
+    assert open_inputs(config_of(teacher_model=teacher, teacher_prompt="hint", **task)).train
+    for name, fields in {"teacher": {"teacher_model": teacher, "beta": 0.0}, "kl": {"beta": 0.1}}.items():
+        with pytest.warns(KLWarning, match=f"tokens of an older policy.*Set {name}_off_policy='token'"):
+            config_of(num_iterations=2, **fields)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", KLWarning)
+            config_of(num_iterations=2, **{f"{name}_off_policy": "token"}, **fields)
+
+
+def test_a_prompt_past_the_positions_of_an_anchor_is_refused(context_of, config_of, tmp_path):
+    short = stored(tiny_llama(max_position_embeddings=12), tmp_path / "short")
+    task = prompts_file(tmp_path, ROWS) | {"train_size": 0, "max_completion_length": 8, "beta": 0.1}
+    assert context_of(teacher_model=short, ref_model=short, **task).teachers, "the policy's prompts fit"
+    long = {"max_completion_length": 10}
+    hinted = {"teacher_model": short, "teacher_prompt": "hint"}
+    for who, fields in (("teacher", hinted), ("reference", {"ref_model": short} | long)):
+        with pytest.raises(DataError, match=f"the {who}'s prompt 1 is too long"):
+            context_of(**task | fields)
+        with pytest.raises(DataError, match=f"the {who}'s prompt 1 is too long"):
+            open_inputs(config_of(**task | fields))
 
 
 def test_a_teacher_with_fewer_entries_is_refused_with_a_way_out(context_of, tmp_path):

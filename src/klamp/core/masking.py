@@ -66,6 +66,14 @@ def share_of(marked: Bool[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Te
     return (marked & mask).sum() / mask.sum().clamp(min=1)
 
 
+def repeated_share(
+    policy: Float[Tensor, "*shape"], scores: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]
+) -> Tensor:
+    """The share of an anchor's log-probabilities that repeat the one before, where the policy's differ."""
+    own, others = policy.detach()[mask], scores[mask]
+    return share_of(others[1:] == others[:-1], own.diff() != 0)
+
+
 def log_ratio(policy_logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Tensor:
     """The log-ratio delta = log policy - log ref in nats, formed in float32 or wider."""
     if policy_logprobs.shape != ref_logprobs.shape:

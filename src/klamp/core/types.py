@@ -213,6 +213,7 @@ def _describe(bad: Tensor, x: Tensor) -> str:
 FORBIDDEN = -9999.0
 """A log-probability at or below it stands for -inf, which vLLM's servers write as -9999: JSON has no infinities."""
 SCORING = "check the scoring pass: dtype overflow, logits masked with -inf at the sampled token, or a mask over padding"
+NO_WEIGHTS = "look for NaN among the weights of the model that gave them, and load it whole, in its own data type"
 BOUND_IT = f"{SCORING}; if the model rules out what was sampled, teacher_max_log_ratio bounds its pull, and counts it"
 
 
@@ -226,7 +227,7 @@ def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = SCORIN
             got=_describe(lost, x),
             why="NaN and infinities would spread into the loss and from there into the weights; -9999 is how a vLLM "
             "server writes -inf",
-            fix=fix,
+            fix=NO_WEIGHTS if bool((lost & x.isnan()).any()) else fix,
         )
     refuse_positive(mask, **{name: x})
 

@@ -201,8 +201,9 @@ def _of_start(history: History) -> str | None:
 TO_TEACHER = "teacher/kl"
 SETTLED = 5
 UNSCORED = Limit(0.1, f"of the trained tokens, mean of {SETTLED} steps")
-CONSTANT_TOKENS, CONSTANT_POLICY = 20, 0.1
-CONSTANT = Limit(1e-4, "nats between largest and smallest of a step, 20 tokens or more; the policy's differ by 0.1")
+NUMBERLESS = Limit(0.5, "of the trained tokens of one step")
+REPEATED_KL = 0.01
+REPEATED = Limit(0.8, f"of the numbers repeat the one before, not the policy's; teacher/kl above {REPEATED_KL}")
 REACH_STEPS, REACH_FLOOR = 50, 0.05
 REACHED = Limit(
     0.9,
@@ -215,20 +216,24 @@ NO_PART = 10
 
 @alarm(
     "teacher-silent",
-    needs=("teacher/unscored",),
+    needs=("teacher/unscored|teacher/repeated",),
     concerns="a teacher",
-    limits=(UNSCORED, CONSTANT),
+    limits=(UNSCORED, NUMBERLESS, REPEATED),
     means="The teacher's server fails or truncates, its numbers are lost on the way, or they are placeholders.",
     do="Ask the teacher for one completion by hand.",
 )
 def silent(history: History) -> Evidence | None:
     """The teacher gives many tokens no number, or all the same one."""
     for name in _per_teacher(history, "teacher/unscored"):
-        for count in (SETTLED, 4 * SETTLED):
+        for count, limit in ((1, NUMBERLESS), (SETTLED, UNSCORED), (4 * SETTLED, UNSCORED)):
             values = history.last(name, count)
-            if len(values) == count and least_and_most(values)[0] > UNSCORED.value:
+            if len(values) == count and least_and_most(values)[0] > limit.value:
                 return Evidence(f"{fmean(values):.0%} of the trained tokens have no number of the teacher's ({name})")
-    return _constant(history)
+    for name in _per_teacher(history, "teacher/repeated"):
+        share, kl = history.latest[name], history.latest.get(name.replace("repeated", "kl"), math.inf)
+        if share > REPEATED.value and kl > REPEATED_KL:
+            return Evidence(f"{share:.0%} of the teacher's numbers are the one of the token before ({name})")
+    return None
 
 
 @alarm(
@@ -303,20 +308,6 @@ def _not_in_loss(history: History) -> Evidence | None:
     if len(parts) < NO_PART or any(parts) or min(coefficients, default=0.0) <= 0 or kl <= SAME:
         return None
     return Evidence(f"train/teacher_penalty is 0 in {NO_PART} values, and teacher/kl {number(kl)} nats per token")
-
-
-def _constant(history: History) -> Evidence | None:
-    pairs = [
-        (completion.policy[i], completion.policy[i] - delta)
-        for completion in history.written
-        for i, delta in completion.log_ratios("teacher")
-    ]
-    if len(pairs) < CONSTANT_TOKENS:
-        return None
-    policy, teacher = (max(values) - min(values) for values in zip(*pairs, strict=True))
-    if teacher > CONSTANT.value or policy < CONSTANT_POLICY:
-        return None
-    return Evidence(f"all {len(pairs)} tokens have the log-probability {number(pairs[0][1])} under the teacher")
 
 
 def _per_teacher(history: History, metric: str = TO_TEACHER) -> list[str]:

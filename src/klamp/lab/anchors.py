@@ -20,7 +20,7 @@ from klamp.config.teacher import TeacherConfig
 from klamp.errors import DataError, KLWarning, ModelError
 from klamp.hosts.common.anchors import check_tokens, no_prompt, prefix_kl
 from klamp.lab.config import TrainConfig, reference_kind
-from klamp.lab.models import device_of, load_model, load_policy, load_tokenizer
+from klamp.lab.models import device_of, load_model, load_policy, load_tokenizer, max_length
 from klamp.lab.sampling import encode_prompts
 from klamp.lab.tasks.base import Example, Task
 from klamp.lab.tasks.files import check_prompts, prompt_text
@@ -221,6 +221,8 @@ def load_reference(
         resumes = config.run.resume
         start = load_policy(config, load_model(config.model.model, config.model.dtype)) if resumes else scorer.model
         own = copy.deepcopy(start)
+    elif config.model.ref_model:
+        check_rooms(config, task, tokenizer, {"": max_length(own.config)}, {}, who="reference")
     dtype = config.kl.reference_dtype
     own = own.to(device=device_of(config), dtype=None if dtype is None else getattr(torch, dtype))
     if kind == "frozen":
@@ -245,9 +247,9 @@ def load_teachers(
     if not teacher.there:
         return None
     prompts = teacher_prompts(config, task, tokenizer)
+    shown = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
     check_keys(config, task, teacher.models)
     if teacher.kind == "remote":
-        shown = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
         models[""] = connect(config, replace(task, train=shown), tokenizer, who="teacher")
     elif teacher.kind == "frozen":
         for key, name in teacher.models.items():
@@ -257,6 +259,8 @@ def load_teachers(
         models[""] = moving(teacher.kind, "teacher", copy.deepcopy(policy), scorer.traits, config)
     else:
         models[""] = LocalReference(policy, traits=scorer.traits, adapter_off=teacher.kind == "adapter_off")
+    rooms = {key: max_length(x.model.config) for key, x in models.items() if isinstance(x, LocalReference)}
+    check_rooms(config, task, tokenizer, rooms, prompts, who="teacher")
     return Teachers(config=teacher, models=models, tokenizer=tokenizer, prompts=prompts)
 
 
@@ -303,6 +307,23 @@ def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokeni
             text = prompt_text(value, config.task, tokenizer, where=f"{column} of a held-out prompt")
             prompts.setdefault(example.prompt, text)
     return prompts
+
+
+def check_rooms(
+    config: TrainConfig,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    rooms: Mapping[str, int | None],
+    prompts: Mapping[str, str],
+    *,
+    who: Who,
+) -> None:
+    """Refuse prompts that leave a completion no room in an anchor's positions, `rooms` by the teacher's key."""
+    column, length = config.teacher.teacher_key if who == "teacher" else None, config.rollout.max_completion_length
+    for key, room in rooms.items():
+        own = [e for e in task.train if not column or str(e.fields.get(column)) == key]
+        shown = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in own]
+        check_prompts(shown, tokenizer, room, length, f"the {who}'s ")
 
 
 def check_keys(config: TrainConfig, task: Task, models: Mapping[str, str]) -> None:

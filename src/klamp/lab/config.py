@@ -227,6 +227,12 @@ class TrainConfig:
                 effect += f"{teacher.teacher_horizon!r} for the KL over what it keeps, or"
             top_p, top_k = self.rollout.top_p, self.rollout.top_k
             yield f"top_p={top_p:g} and top_k={top_k} cut the sampler: {effect} sample the whole policy."
+        pulls = {"kl": self.kl.beta > 0 and self.kl.kl_estimator != "exact", "teacher": teacher.there and sampled}
+        for name, config in {"kl": self.kl, "teacher": teacher}.items() if not once else ():
+            where, weights, reach = (getattr(config, f"{name}_{x}") for x in ("placement", "off_policy", "horizon"))
+            if pulls[name] and (where, weights) == ("loss", "none"):
+                text = f"num_iterations={self.optim.num_iterations}: the second update has tokens of an older policy, "
+                yield f"{text}and the KL that they estimate is off. Set {name}_off_policy={reach!r}."
         if self.model.master_weights == "none" and (self.model.dtype == "float32" or self.model.lora_r):
             yield "master_weights='none' has no effect: float32 weights, which all LoRA adapters are, have no copies."
         if self.kl.kl_early_stop is not None and once:
@@ -324,6 +330,13 @@ def _refusals(c: TrainConfig) -> Iterator[Refusal]:
             got="lora_r=0",
             why="the teacher is the policy with its LoRA adapter switched off",
             fix="set lora_r (16 is usual), or teacher_model",
+        ),
+        Refusal(
+            c.rollout.temperature != 1 and "remote" in (teacher.kind, reference_kind(c)),
+            "a vLLM server scores at temperature 1 only",
+            got=f"temperature={c.rollout.temperature:g}",
+            why="it returns log-probabilities of prompts before any temperature",
+            fix="set temperature=1, or keep the model on this machine (reference='frozen', teacher_model)",
         ),
         Refusal(
             teacher.kind == "live" and not teacher.teacher_prompt,

@@ -35,10 +35,10 @@ from klamp.core.masking import Totals, masked_mean
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
-from klamp.hosts.common.anchors import STEP_ZERO_KL, check_same
+from klamp.hosts.common.anchors import STEP_ZERO_KL, check_apart, check_same
 from klamp.hosts.common.control import go_on_from, held_kl
 from klamp.lab import checkpoint, updates
-from klamp.lab.anchors import LocalReference
+from klamp.lab.anchors import LocalReference, check_tokens_of
 from klamp.lab.checkpoint import check_resume, identity
 from klamp.lab.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.lab.evaluation import evaluate, fingerprints, teacher_answers
@@ -175,7 +175,7 @@ def grpo_microbatch_step(
     Raises:
         ConfigError: kl_coef > 0 without a reference.
     """
-    reference = needed_reference(ref_model, kl_coef)
+    reference = needed_reference(ref_model, kl_coef, model)
     with torch.no_grad():
         ref_log_probs = None if reference is None else _log_probs(reference, completions, temperature)
     loss, metadata = compute_loss(
@@ -192,14 +192,17 @@ def grpo_microbatch_step(
     return loss.detach(), metadata
 
 
-def needed_reference(ref_model: nn.Module | None, kl_coef: float) -> nn.Module | None:
-    """The reference; None if `kl_coef` is 0, a ConfigError if it is missing."""
+def needed_reference(ref_model: nn.Module | None, kl_coef: float, policy: nn.Module) -> nn.Module | None:
+    """The reference; None if `kl_coef` is 0, an error if it is missing or has trained weights of the policy."""
     check_beta(kl_coef, name="kl_coef")
-    if kl_coef > 0 and ref_model is None:
+    if kl_coef == 0:
+        return None
+    if ref_model is None:
         got, why = f"kl_coef={kl_coef}, ref_model=None", "a KL needs something to be the distance to"
         fix = "pass ref_model (a frozen copy of the starting policy), or kl_coef=0"
         raise ConfigError("kl_coef is positive and there is no reference", got=got, why=why, fix=fix)
-    return ref_model if kl_coef > 0 else None
+    check_apart(*(x.model if isinstance(x, Scorer) else x for x in (ref_model, policy)))
+    return ref_model
 
 
 def _log_probs(model: nn.Module, completions: Completions, temperature: float) -> LogProbs:
@@ -274,7 +277,9 @@ def train(
     """
     if not prompts:
         raise DataError("there are no prompts", got="prompts=[]", why="a rollout needs one", fix="pass at least one")
-    frozen = needed_reference(ref_model, kl_coef)
+    frozen = needed_reference(ref_model, kl_coef, model)
+    if frozen is not None and (name := getattr(getattr(frozen, "config", None), "_name_or_path", "")):
+        check_tokens_of(name, tokenizer, who="reference")
     scored = checked(lambda example, text: reward(example.prompt, text), name=getattr(reward, "__name__", "reward"))
     rows = [Example(prompt=prompt) for prompt in prompts]
     config = TrainConfig(

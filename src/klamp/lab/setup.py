@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.versions import caution_beside
 from klamp.lab import anchors, models
 from klamp.lab.anchors import LocalReference, MovingReference, Reference, Teachers
-from klamp.lab.config import TrainConfig
+from klamp.lab.config import TrainConfig, reference_kind
 from klamp.lab.observers import Observer
 from klamp.lab.sizing import started_processes
 from klamp.lab.tasks import load_task
@@ -31,6 +31,7 @@ from klamp.lab.tasks.files import check_prompts
 from klamp.scoring.model_parts import output_size, rows_of
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
+from klamp.scoring.vllm_reference import Who
 
 
 @dataclass(kw_only=True)
@@ -137,10 +138,21 @@ def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, lon
 
 
 def open_inputs(config: TrainConfig) -> Task:
-    """The task of a run, its prompts checked as the run itself will, without the model's weights."""
+    """The task of a run, its prompts and the positions of its anchors checked as the run will, without any weights."""
     model = config.model.model
     room = MAX_MODEL_LENGTH if model == models.BUILTIN else models.max_length(models.configuration(model))
-    return load_prompts(config, models.load_tokenizer(config.model.tokenizer or model), longest=room)
+    tokenizer, teacher = models.load_tokenizer(config.model.tokenizer or model), config.teacher
+    task = load_prompts(config, tokenizer, longest=room)
+    reference = config.model.ref_model if reference_kind(config) == "frozen" else None
+    prompts = anchors.teacher_prompts(config, task, tokenizer) if teacher.there else {}
+    anchors.check_keys(config, task, teacher.models)
+    folders: dict[Who, Mapping[str, str]] = {"teacher": teacher.models if teacher.kind == "frozen" else {}}
+    folders["reference"] = {"": reference} if reference else {}
+    for who, names in folders.items():
+        own = {key: name for key, name in names.items() if name != models.BUILTIN}
+        rooms = {key: models.max_length(models.configuration(name)) for key, name in own.items()}
+        anchors.check_rooms(config, task, tokenizer, rooms, prompts if who == "teacher" else {}, who=who)
+    return task
 
 
 def build(config: TrainConfig, observers: Sequence[Observer] = (), *, resumed: Path | None = None) -> Context:

@@ -16,7 +16,7 @@ from transformers import get_scheduler
 
 from klamp.config.loss import configured_price, spread_of_group
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import masked_log_ratio, masked_mean, upcast
+from klamp.core.masking import masked_log_ratio, masked_mean, repeated_share, upcast
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.penalty import kl_metrics
 from klamp.core.term import measure
@@ -131,19 +131,23 @@ def _teacher_metrics(
     context: Context, rollout: Rollout, teacher: TeacherScores, scores: Scores, batch: Batch
 ) -> dict[str, Tensor]:
     """Head, end token, agreement with the reward; the KL to each of several teachers."""
+    policy, numbers = batch.policy_logprobs, teacher.logprobs
     metrics = {f"teacher/{name}": masked_mean(value, batch.mask) for name, value in scores.head.items()}
+    metrics["teacher/repeated"] = repeated_share(policy, numbers, batch.mask)
     last = (rollout.completions.mask.sum(-1).clamp(min=1) - 1)[:, None]
     ended = rollout.completions.ended & rollout.mask.gather(1, last)[:, 0]
     if bool(ended.any()):
-        metrics["teacher/end"] = masked_mean(teacher.logprobs.gather(1, last)[:, 0].exp(), ended)
-    likelier = masked_mean(masked_log_ratio(teacher.logprobs, batch.policy_logprobs, batch.mask), batch.mask, -1)
+        metrics["teacher/end"] = masked_mean(numbers.gather(1, last)[:, 0].exp(), ended)
+    likelier = masked_mean(masked_log_ratio(numbers, policy, batch.mask), batch.mask, -1)
     size = context.config.rollout.num_generations
     if (correlation := reward_length_correlation(rollout.rewards, likelier, size)) is not None:
         metrics["teacher/reward_correlation"] = correlation
     for key, rows in teacher.rows.items() if len(teacher.rows) > 1 else ():
         mask = batch.mask & rows[:, None]
         of_rows = measure(batch.with_anchor("teacher", mask=mask), context.objective.terms[1].term)
-        metrics |= {f"teacher/kl.{key}": kl_metrics(of_rows)["teacher/kl"]} if bool(mask.any()) else {}
+        if bool(mask.any()):
+            metrics[f"teacher/kl.{key}"] = kl_metrics(of_rows)["teacher/kl"]
+            metrics[f"teacher/repeated.{key}"] = repeated_share(policy, numbers, mask)
     return metrics
 
 

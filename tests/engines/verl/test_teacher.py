@@ -188,7 +188,10 @@ def test_what_is_measured_of_it(name: str) -> None:
         expected = {"teacher/kl": whole / COEF}
     found = {key: each.aggregate() for key, each in metrics.items() if key in ("teacher/k1", "teacher/kl")}
     assert found == pytest.approx({key: each.item() for key, each in expected.items()}, abs=1e-6)
-    assert metrics["teacher/coef"] == COEF
+    assert metrics["teacher/coef"] == COEF and metrics["teacher/repeated"].aggregate() == 0
+    world.teacher.zero_()
+    repeated = world.verl_loss(name, "seq-mean-token-sum", topk=bool(teacher.head_size))[1]["teacher/repeated"]
+    assert repeated.aggregate() == 1, "a teacher of one number"
 
 
 @pytest.mark.usefixtures("registered")

@@ -42,3 +42,11 @@ def test_what_a_datum_cannot_tell_is_refused_in_words() -> None:
         words = f"teacher_estimator='{estimator}' with teacher_head='{head}' cannot use a sampling client"
         with pytest.raises(ConfigError, match=words):
             compute_grpo_kl_loss(data, policies, teacher=teacher(teacher_estimator=estimator, teacher_head=head))
+
+
+def test_a_teacher_of_one_number_is_in_the_metrics() -> None:
+    data, policies = taught()
+    assert "teacher/repeated" not in compute_grpo_kl_loss(data, policies, teacher=teacher())[1]
+    for datum in data:
+        datum.loss_fn_inputs["teacher_logprobs"] = torch.zeros_like(datum.loss_fn_inputs["teacher_logprobs"])
+    assert compute_grpo_kl_loss(data, policies, teacher=teacher())[1]["teacher/repeated"] == 1

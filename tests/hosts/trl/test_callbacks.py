@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hosts.trl.hosts import klamp_trainer, model, noisy, saved, stock_trainer
+from tests.hosts.trl.hosts import dataset, klamp_trainer, model, noisy, saved, stock_trainer, tokenizer
 from tests.training.conftest import disturb
 from transformers import TrainerCallback
 
@@ -16,7 +16,7 @@ from klamp.doctor.examine import AlarmFinding, examine
 from klamp.doctor.readers import read_record
 from klamp.errors import KLWarning, UnknownNameError
 from klamp.hosts.trl.callbacks import settings_of_arguments
-from klamp.trl import DoctorCallback, GRPOConfig
+from klamp.trl import DistillationConfig, DistillationTrainer, DoctorCallback, GRPOConfig
 
 JUMPS: dict[str, Any] = {"learning_rate": 1e-4, "max_steps": 8, "beta": 0.05, "warmup_steps": 0}
 """A calm run, in which something jumps."""
@@ -40,6 +40,24 @@ def run(
         warnings.simplefilter("always")
         trainer.train()
     return trainer, callback, [str(each.message) for each in seen if issubclass(each.category, KLWarning)]
+
+
+def test_a_teacher_of_one_number_is_named_in_the_first_step(tmp_path: Path) -> None:
+    """Case: an output head of zeros gives every token the same log-probability."""
+    teacher = model(seed=5, tie_word_embeddings=False)
+    teacher.lm_head.weight.data.zero_()
+    options = {"teacher_coef": 0.5, "beta": 0.0, "max_steps": 1}
+    assert "teacher-silent" in " ".join(run(tmp_path, trainer={"teacher_model": teacher}, **options)[2])
+    sound = run(tmp_path, trainer={"teacher_model": model(seed=5)}, **options)[1]
+    assert "teacher-silent" not in {finding.alarm.name for finding in sound.findings}
+    callback = DoctorCallback()
+    args = {"max_steps": 1, "logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False}
+    args |= {"output_dir": str(tmp_path), "teacher_estimator": "exact", "max_completion_length": 8}
+    DistillationTrainer(
+        model(), teacher, DistillationConfig(**args), train_dataset=dataset(), processing_class=tokenizer(),
+        callbacks=[callback],
+    ).train()  # fmt: skip
+    assert "teacher-silent" in {finding.alarm.name for finding in callback.findings}
 
 
 def test_a_run_that_explodes_is_told_once_with_its_cause(tmp_path: Path) -> None:

@@ -12,19 +12,29 @@ import pytest
 import torch
 import trl
 from safetensors.torch import load_file, save_file
-from tests.hosts.trl.hosts import LORA, arguments, build, klamp_trainer, model, noisy, saved, tokenizer
+from tests.hosts.trl.hosts import (
+    LORA,
+    arguments,
+    build,
+    dataset,
+    klamp_trainer,
+    model,
+    noisy,
+    saved,
+    stock_trainer,
+    tokenizer,
+)
+from transformers import AutoModelForCausalLM
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning, ModelError
 from klamp.hosts.trl.reference import frozen_copy
-from klamp.trl import attach, effective
+from klamp.trl import DistillationConfig, DistillationTrainer, attach, effective
 
 
 def test_the_reference_may_be_passed(tmp_path: Path) -> None:
     base = model()
     other = noisy(base)
-    with pytest.raises(ModelError, match="the reference is the policy itself"):
-        klamp_trainer(base, tmp_path, beta=0.1, trainer={"ref_model": base})
     path = saved(other, tmp_path / "other")
     passed = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.1, trainer={"ref_model": other})
     named = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.1, trainer={"ref_model": path})
@@ -36,6 +46,64 @@ def test_the_reference_may_be_passed(tmp_path: Path) -> None:
     assert adapter.ref_model is not None
     adapter.train()
     assert adapter.state.log_history[0]["kl"] > 0.01
+
+
+def distilled(policy: Any, folder: Path, *, trainer: dict[str, Any], **more: Any) -> Any:
+    args = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "teacher_coef": 0.5, **more}
+    options = {"train_dataset": dataset(), "processing_class": tokenizer(), **trainer}
+    return DistillationTrainer(policy, args=DistillationConfig(**args), **options)
+
+
+def attached(policy: Any, folder: Path, *, trainer: dict[str, Any], beta: float) -> Any:
+    return attach(stock_trainer(policy, folder), KLConfig(beta=beta), **trainer)
+
+
+DOORS = [
+    (klamp_trainer, "ref_model", {"beta": 0.1}),
+    (attached, "ref_model", {"beta": 0.1}),
+    (klamp_trainer, "teacher_model", {"teacher_coef": 0.5, "beta": 0.0}),
+    (distilled, "teacher_model", {}),
+]
+"""A trainer, the anchor that is passed to it as a model, and what it needs for that."""
+
+
+@pytest.mark.parametrize(("make", "name", "options"), DOORS)
+def test_an_anchor_with_weights_of_the_policy_is_refused(make: Any, name: str, options: Any, tmp_path: Path) -> None:
+    policy, half, stored, frozen = model(tie_word_embeddings=False), *(model(tie_word_embeddings=False) for _ in "123")
+    half.model.layers[0] = policy.model.layers[0]
+    stored.load_state_dict(policy.state_dict(keep_vars=True), assign=True)  # other parameters on the same storage
+    who = {"ref_model": "reference", "teacher_model": "teacher"}[name]
+    refused = {f"the {who} is the policy itself": policy, f"the {who} shares weights": half, f"the {who} is": stored}
+    for words, anchor in refused.items():
+        with pytest.raises(ModelError, match=words):
+            make(policy, tmp_path, trainer={name: anchor}, **options)
+    assert all(x.requires_grad for x in policy.parameters())
+    frozen.model.layers[0] = policy.model.layers[0].requires_grad_(False)
+    with pytest.warns(KLWarning, match=f"parameters of the {who} are the policy's own, and frozen in both"):
+        make(policy, tmp_path, trainer={name: frozen}, **options)
+
+
+@pytest.mark.parametrize(("make", "name", "options"), DOORS)
+def test_the_tokenizer_beside_a_model_that_is_passed_is_asked(
+    make: Any, name: str, options: Any, tmp_path: Path
+) -> None:
+    folder = saved(noisy(model()), tmp_path / "anchor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLWarning)
+        make(model(), tmp_path, trainer={name: AutoModelForCausalLM.from_pretrained(folder)}, **options)
+    tokenizer().train_new_from_iterator(["other words, other ids"] * 9, len(tokenizer())).save_pretrained(folder)
+    with pytest.raises(ModelError, match="another tokenizer than the policy"):
+        make(model(), tmp_path, trainer={name: AutoModelForCausalLM.from_pretrained(folder)}, **options)
+    if name == "ref_model":
+        return
+    chat = copy.deepcopy(tokenizer())
+    chat.chat_template = "{{ messages[0]['content'] }}{% if thinks is false %}<none>{% endif %}"
+    own = copy.deepcopy(chat)
+    own.chat_template = "{{ messages[0]['content'] }}"
+    chat.save_pretrained(folder)
+    more = {"processing_class": own, "teacher_model": AutoModelForCausalLM.from_pretrained(folder)}
+    with pytest.warns(KLWarning, match="The chat templates write the prompt differently"):
+        make(model(), tmp_path, trainer=more, chat_template_kwargs={"thinks": False}, **options)
 
 
 def test_a_folder_that_lacks_a_tensor_is_refused_before_trl_loads_it(tmp_path: Path) -> None:

@@ -61,6 +61,22 @@ def made(base: Any, teacher: Any, folder: Path, **options: Any) -> Any:
     return trainer
 
 
+def test_a_teacher_of_few_positions_or_of_nan_is_refused_with_what_helps(base: Any, tmp_path: Path) -> None:
+    for kind in ("qwen2", "gpt2"):  # a GPT-2 learned its positions
+        short = model(kind)
+        short.config.max_position_embeddings = 9
+        with pytest.raises(DataError, match="a prompt is too long for the teacher"):
+            generated(made(base, short, tmp_path))
+        trainer = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.1, trainer={"ref_model": short})
+        with pytest.raises(DataError, match="a prompt is too long for the reference"):
+            generated(trainer)
+    broken = noisy(model())
+    broken.get_input_embeddings().weight.data[:] = torch.nan
+    with pytest.raises(NonFiniteError) as caught:
+        generated(made(base, broken, tmp_path))
+    assert "NaN among the weights" in caught.value.fix and "teacher_max_log_ratio" not in caught.value.fix
+
+
 def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], advantages: Any, options: dict[str, Any]):
     """klamp's loss from the models, the completions and the policy that sampled, with none of the adapter's numbers."""
     beta = options.get("beta", 0.0)

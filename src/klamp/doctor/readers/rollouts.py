@@ -55,7 +55,8 @@ def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> H
     history.add_completions(chain.from_iterable(map(_completions_in, files)))
     if not history.completions:
         raise unreadable("there are no completions", files[0] if files else Path(), why="the files are empty")
-    history.rows = [row_of(step, history.completions[step]) for step in sorted(history.completions)]
+    taught = any(x.teacher is not None for x in chain(*history.completions.values()))
+    history.rows = [row_of(step, history.completions[step], taught=taught) for step in sorted(history.completions)]
     declare_no_reference(history)
     return history
 
@@ -156,13 +157,13 @@ def step_in(file: Path) -> int:
     return next((int(match[1]) for match in matches if match), 1)
 
 
-def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """The metrics that the completions of a step give by themselves, over trained tokens; names as in `METRICS`."""
-    metrics: dict[str, float] = {}
-    sides: tuple[tuple[Side, str], ...] = (("ref", "kl"), ("sampler", "sampler"))
-    for against, family in sides:
+def completion_metrics(completions: Sequence[Completion], *, taught: bool = False) -> dict[str, float]:
+    """The metrics of a step's completions alone, over trained tokens, named as in `METRICS`; `taught`: by a teacher."""
+    metrics = _teacher_metrics(completions) if taught else dict[str, float]()
+    sides: Mapping[Side, str] = {"ref": "kl/k3", "sampler": "sampler/k3", "teacher": "teacher/kl"}
+    for against, name in sides.items():
         if deltas := [delta for completion in completions for _, delta in completion.log_ratios(against)]:
-            metrics |= {f"{family}/k1": fmean(deltas), f"{family}/k3": fmean(map(k3, deltas))}
+            metrics |= {f"{name[:-2]}k1": fmean(deltas), name: fmean(map(k3, deltas))}
     rewards = [completion.reward for completion in completions if completion.reward is not None]
     if rewards:
         metrics["reward"] = fmean(map(bounded, rewards))
@@ -176,6 +177,16 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
             metrics["length/repeated"] = sum(map(_repeated, completions)) / max(sum(lengths), 1)
     metrics |= _group_metrics(completions)
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def _teacher_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """The share of the trained tokens without a number of the teacher's, and of its numbers that are the one before."""
+    rows = ((x.policy, x.teacher or [math.nan] * len(x.policy), x.is_trained) for x in completions)
+    pairs = [(p, t) for row in rows for p, t, trained in zip(*row, strict=True) if trained and math.isfinite(p)]
+    scored = [(p, t) for p, t in pairs if math.isfinite(t)]
+    same = [t == before for (p0, before), (p, t) in pairwise(scored) if p != p0]
+    metrics = {"teacher/repeated": fmean(same)} if same else {}
+    return metrics | ({"teacher/unscored": 1 - len(scored) / len(pairs)} if pairs else {})
 
 
 def _repeated(completion: Completion) -> int:
@@ -203,10 +214,10 @@ def _group_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     return metrics
 
 
-def row_of(step: int, completions: Sequence[Completion]) -> Row:
+def row_of(step: int, completions: Sequence[Completion], *, taught: bool = False) -> Row:
     """The row of metrics of a step of which the record has completions, and nothing else."""
     return Row(
         step=step,
-        metrics=completion_metrics(completions),
+        metrics=completion_metrics(completions, taught=taught),
         prompts=len({completion.group for completion in completions}),
     )

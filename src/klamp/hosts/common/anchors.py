@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from klamp.audit.pair import PROBE, check_pair
 from klamp.config.teacher import TeacherConfig
@@ -120,13 +120,47 @@ def _difference(saved: Any, now: Any) -> str:
     return "" if same else f"log-probabilities of the same tokens differ by up to {gap:.3g} nats"
 
 
-def check_tokens(theirs: Any, ours: Any, *, name: str, who: Who = "teacher") -> None:
+def check_room(model: Any, present: Tensor, *, who: Who) -> None:
+    """Refuse rows of prompt and completion, [B, P + T] bool, that are longer than an anchor's positions."""
+    room, longest = getattr(model.config.get_text_config(), "max_position_embeddings", None), int(present.sum(-1).max())
+    if room is not None and longest > room:
+        raise DataError(
+            f"a prompt is too long for the {who}",
+            got=f"{longest} tokens with its completion",
+            why=f"the {who} has {room} positions, and no log-probabilities past them",
+            fix=f"shorten its prompts or max_completion_length, or use another {who}",
+        )
+
+
+def check_apart(anchor: nn.Module, policy: nn.Module, *, who: Who = "reference") -> None:
+    """Refuse an anchor that has trained weights of the policy; warn of weights that are frozen in both."""
+
+    def place(x: Tensor) -> int:
+        return x.data_ptr() if type(x.data) is Tensor and x.data_ptr() else id(x)
+
+    own = {place(x): x.requires_grad for x in policy.parameters()}
+    shared = [own[place(x)] for x in anchor.parameters() if place(x) in own]
+    text = f"{len(shared)} parameters of the {who} are the policy's own"
+    if any(shared):
+        raise ModelError(
+            f"the {who} {'is the policy itself' if len(shared) == len(own) else 'shares weights with the policy'}",
+            got=text,
+            why=f"a {who} is frozen: these weights would be frozen in the policy too, or move in both",
+            fix="pass a copy, as copy.deepcopy(model) makes one",
+        )
+    if shared and not hasattr(policy, "peft_config"):
+        warnings.warn(f"{text}, and frozen in both: the policy does not learn there.", KLWarning, stacklevel=3)
+
+
+def check_tokens(
+    theirs: Any, ours: Any, *, name: str, who: Who = "teacher", template_options: Mapping[str, Any] | None = None
+) -> None:
     """Refuse an anchor whose tokenizer gives other ids to the policy's tokens; warn of another end or chat template."""
     if theirs is None:
         text = f"The {who} {name} has no tokenizer beside it: whether its token ids are the policy's is not known."
         warnings.warn(text, KLWarning, stacklevel=2)
         return
-    for finding in check_pair(ours, theirs, PROBE, who=who).findings:
+    for finding in check_pair(ours, theirs, PROBE, who=who, template_options=template_options).findings:
         numbers = finding.evidence
         if finding.code in ("other-tokenizer", "extra-tokens") and numbers["tokens"]:  # a run may write any of them
             raise ModelError(

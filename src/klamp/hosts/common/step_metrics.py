@@ -10,7 +10,7 @@ from torch import Tensor
 
 from klamp.core.advantages import saturated_share
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import masked_log_ratio, masked_mean, masked_sum
+from klamp.core.masking import masked_log_ratio, masked_mean, masked_sum, repeated_share
 from klamp.core.penalty import kl_metrics
 from klamp.core.term import Prepared
 from klamp.doctor.metrics import Counted, averaged_over, check_metrics
@@ -131,6 +131,9 @@ class Window:
         means["policy/logp_mean"] = masked_mean(batch.policy_logprobs, batch.mask)
         if anchor == "reference":
             means["ref/logp_mean"] = masked_mean(prepared.scored.logprobs, batch.mask)
+        elif anchor == "teacher":
+            scores = prepared.scored.logprobs
+            means["teacher/repeated"] = repeated_share(batch.policy_logprobs, scores, prepared.carried)
         means["length/mean"] = batch.mask.sum(-1).double().mean()
         counts: dict[Counted, int | Tensor] = {
             "completions": len(batch.mask),

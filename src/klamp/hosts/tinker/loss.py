@@ -21,7 +21,7 @@ from klamp.config.loss import build_objective
 from klamp.config.teacher import TeacherConfig, of_a_server
 from klamp.core.arguments import AT_LEAST_1, check_fields, limited
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import Totals, check_totals, masked_log_ratio, masked_mean, total_denominator
+from klamp.core.masking import Totals, check_totals, masked_log_ratio, masked_mean, repeated_share, total_denominator
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.surrogates import CLIP_LOW
 from klamp.core.topk import head_mass, topk_kl_of
@@ -260,6 +260,8 @@ def _loss(rows: Rows, logprobs_list: Sequence[Tensor], call: LossCall) -> tuple[
     _check_finite(output.loss, wide)
     metrics = {name: float(value) for name, value in output.metrics.items()}
     metrics |= {f"teacher/{name}": float(masked_mean(mass, rows.mask)) for name, mass in masses.items()}
+    if rows.teacher_logprobs is not None and (share := repeated_share(policy, rows.teacher_logprobs, rows.mask)) > 0:
+        metrics["teacher/repeated"] = float(share)
     metrics |= {"beta": objective.beta, "train/loss": float(output.loss.detach())}
     metrics["train/denominator"] = _denominator(rows, call)
     if "train/kl_penalty" in metrics:

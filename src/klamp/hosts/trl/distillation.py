@@ -15,7 +15,7 @@ from klamp.config.describe import PLACEMENTS, TAUGHT, describe_average
 from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Direction
 from klamp.errors import ConfigError, Refusal, refuse
-from klamp.hosts.common.anchors import check_tokens
+from klamp.hosts.common.anchors import check_apart, check_room
 from klamp.hosts.common.coefficient import TEACHER, check_once, loss_mask
 from klamp.hosts.common.control import check_kl
 from klamp.hosts.common.effective import Effective, EffectiveTerm
@@ -109,8 +109,6 @@ class DistillationTrainer(trl.DistillationTrainer):
         args.beta = float(args.beta)
         super().__init__(model, None, args, *more, **options)
         check_same_vocabulary(loaded, self.accelerator.unwrap_model(self.model), who="teacher", larger=True)
-        if isinstance(named, str):
-            check_tokens(teacher.tokenizer_of(named), self._tokenizer, name=named)
         join(self, config, loaded)
         self.teacher_model = placed(cast(TRLTrainer, self), loaded)
 
@@ -134,6 +132,7 @@ class DistillationTrainer(trl.DistillationTrainer):
         of_tokens = own.prefixes is None or own.config.teacher_horizon == "sequence"
         hidden, logprobs, entropy = self._read(unwrapped_student, inputs, of_tokens)
         plain = self.accelerator.unwrap_model(model.eval())
+        check_room(plain, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1), who="teacher")
         with torch.no_grad():
             states, scores, _ = self._forward_redirection(model, plain, self._read, plain, inputs, False)
         batch = {**inputs, teacher.PREDICTED: states, TEACHER: scores, "advantages": torch.zeros_like(scores[:, 0])}
@@ -170,6 +169,8 @@ def _loaded(named: Any, student: Any, args: Any) -> Any:
 def join(trainer: Any, config: TeacherConfig, model: Any) -> None:
     """Give a trainer klamp's KL to a teacher, unless hidden states and output head of the two cannot be had."""
     models = [trainer.accelerator.unwrap_model(wrapped) for wrapped in (trainer.model, model)]
+    check_apart(models[1], models[0], who="teacher")
+    teacher.check_tokenizer(trainer, models[1], who="teacher")
     if weights_are_split(trainer) or not all(probe(plain).head for plain in models):
         raise ConfigError(
             "klamp's KL to a teacher cannot be had for these models",

@@ -15,7 +15,7 @@ from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, des
 from klamp.config.teacher import TeacherConfig
 from klamp.core.term import Placement
 from klamp.errors import ConfigError, KLWarning, Refusal, refuse
-from klamp.hosts.common.anchors import check_tokens
+from klamp.hosts.common.anchors import check_apart
 from klamp.hosts.common.control import NEVER_ZERO, warn_few_prompts
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.kl_fields import PASSED, read_again, touched, warn_without_kl
@@ -43,7 +43,7 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
 
     Raises:
         ConfigError: a KL option that cannot work in TRL, with the reason.
-        ModelError: the reference is the policy itself, or a folder lacks some of its model's weights.
+        ModelError: a reference or a teacher shares weights with the policy, has another tokenizer, or lacks weights.
         UnsupportedVersion: while training: TRL's loss does not take the KL where klamp puts it.
     """
 
@@ -116,9 +116,10 @@ def join(trainer: TRLTrainer, kl: KLConfig | None, own: Any, *, chosen: bool, ap
     if ref_model is not None and (own is not None or kl is not None):
         model, policy = map(trainer.accelerator.unwrap_model, (ref_model, trainer.model))
         check_same_vocabulary(model, policy, larger=True)
-        if output_size(model) != output_size(policy):  # padded further, or another family's
-            name = model.config._name_or_path or "that was passed"
-            check_tokens(teacher.tokenizer_of(name), trainer._tokenizer, name=name, who="reference")
+        check_apart(model, policy)
+        wider = output_size(model) != output_size(policy)  # padded further, or another family's
+        if wider or model.config._name_or_path != policy.config._name_or_path:
+            teacher.check_tokenizer(trainer, model, who="reference", name="that was passed" if wider else "")
     trainer.beta = float(args.beta)
     if ref_model is not None and kl is not None and kl.reference_dtype is not None:
         ref_model.to(getattr(torch, kl.reference_dtype))

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from klamp.core.masking import masked_log_ratio
 from klamp.core.types import Advantages, Batch
 from klamp.errors import KLWarning
+from klamp.hosts.common.anchors import check_room
 from klamp.hosts.common.coefficient import (
     KL_SCALE,
     TEACHER,
@@ -145,6 +146,8 @@ class KLMixin(HostTrainer):
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         session: Session = self._klamp
         wanted = session.needs_hidden
+        if model is self.ref_model and len(args) > 1:
+            check_room(self.accelerator.unwrap_model(model), args[1], who="reference")
         fast = fast_scoring.scored(self, (model, *args), kwargs, hidden=wanted)
         if fast is None:
             with reference.hidden_states(self, model, wanted=wanted) as states:

@@ -31,13 +31,6 @@ def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Mo
         if isinstance(model, nn.Module):
             options.setdefault("dtype", next(model.parameters()).dtype)
         return grpo_trainer.create_model_from_path(ref_model, **options)
-    if ref_model is not None and ref_model is model:
-        raise ModelError(
-            "the reference is the policy itself",
-            got=type(model).__name__,
-            why="it would be trained along, and the KL would be 0 for ever",
-            fix="pass ref_model=copy.deepcopy(model)",
-        )
     if ref_model is not None or peft or not isinstance(model, nn.Module):
         return ref_model
     name = str(getattr(model.config, "_name_or_path", None) or "")

@@ -17,7 +17,7 @@ from klamp.core.penalty import token_penalty
 from klamp.core.term import prepare
 from klamp.core.types import BOUND_IT, FORBIDDEN, Batch, check_logprobs
 from klamp.errors import DataError, refuse
-from klamp.hosts.common.anchors import check_tokens, no_prompt
+from klamp.hosts.common.anchors import check_apart, check_room, check_tokens, no_prompt
 from klamp.hosts.common.coefficient import TEACHER, batch_of, loss_mask
 from klamp.hosts.common.effective import EffectiveTerm
 from klamp.hosts.common.step_metrics import Window
@@ -26,7 +26,7 @@ from klamp.hosts.trl.fast_scoring import ScoringCall
 from klamp.hosts.trl.grpo_config import needs_adapter
 from klamp.hosts.trl.session import Scoring, Teacher, TRLTrainer, session_of
 from klamp.scoring.model_parts import Predictions, PrefixKL, Told, check_same_vocabulary, prefix_divergence
-from klamp.scoring.vllm_reference import PROBES, VLLMReference, connect
+from klamp.scoring.vllm_reference import PROBES, VLLMReference, Who, connect
 
 PREDICTED = "klamp_teacher_predictions"
 """In a batch: what the teacher predicts with, [B, T, ...]: its hidden states, or what a server told."""
@@ -43,7 +43,8 @@ def join(trainer: TRLTrainer, config: TeacherConfig, model: Any) -> Teacher:
             reference.check_folder(config.teacher_model)
             options: dict[str, Any] = {"dtype": next(policy.parameters()).dtype}
             model = grpo_trainer.create_model_from_path(cast(str, config.teacher_model), **options)
-            check_tokens(tokenizer_of(config.teacher_model), trainer._tokenizer, name=str(config.teacher_model))
+        check_apart(model, policy, who="teacher")
+        check_tokenizer(trainer, model, who="teacher")
         check_same_vocabulary(model, policy, who="teacher", larger=True)
         teacher = Teacher(config, reference.prepared_model(trainer, model))
     else:
@@ -54,11 +55,15 @@ def join(trainer: TRLTrainer, config: TeacherConfig, model: Any) -> Teacher:
     return teacher
 
 
-def tokenizer_of(name: str | None) -> Any:
-    """The tokenizer beside a model; None: there is none."""
+def check_tokenizer(trainer: TRLTrainer, model: Any, *, who: Who, name: str = "") -> None:
+    """Compare the tokenizer beside an anchor with the trainer's, by `check_tokens`; a model without a name has none."""
+    theirs, name = None, model.config._name_or_path or name
+    if not name:
+        return
     with suppress(OSError, ValueError):  # as transformers says that there is none
-        return AutoTokenizer.from_pretrained(name)
-    return None
+        theirs = AutoTokenizer.from_pretrained(name)
+    options = getattr(trainer, "chat_template_kwargs", None)
+    check_tokens(theirs, trainer._tokenizer, name=name, who=who, template_options=options)
 
 
 def _server(trainer: TRLTrainer, config: TeacherConfig) -> VLLMReference:
@@ -103,6 +108,7 @@ def keep_scores(trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], output: 
         logprobs, predictions = scores.logprobs, None if scores.predictions is None else scores.predictions.values
     else:
         model = trainer.model if teacher.model is None else teacher.model
+        check_room(trainer.accelerator.unwrap_model(model), call["attention_mask"], who="teacher")
         policy, off = trainer.accelerator.unwrap_model(trainer.model), teacher.config.kind == "adapter_off"
         with policy.disable_adapter() if off else nullcontext(), trainer._klamp.calls.collected() as scorings:
             logprobs = trainer._get_per_token_logps_and_entropies(model, **call)[0].detach()

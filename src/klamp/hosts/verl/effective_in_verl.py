@@ -212,4 +212,5 @@ def _teacher_notes(config: Any, in_loss: bool) -> list[tuple[bool, str]]:
         ),
         (clamp is not None, f"loss_max_clamp={clamp}: past it the KL to the teacher has no gradient"),
         (temperature != 1, f"the teacher scores at temperature 1, the policy at rollout.temperature={temperature:g}"),
+        (True, "the tokenizers of policy and teacher are not compared here: klamp.check_pair does it"),
     ]

@@ -20,8 +20,9 @@ from torch import Tensor
 from klamp.audit.micro_batch import check as check_loss
 from klamp.audit.verdict import Verdict
 from klamp.config.teacher import Tail, TeacherConfig
+from klamp.core.masking import repeated_share
 from klamp.core.penalty import kl_metrics, token_penalty
-from klamp.core.term import Prepared, Weighted, prepare
+from klamp.core.term import Weighted, prepare
 from klamp.core.topk import topk_kl
 from klamp.core.types import Batch, Scored, check_logprobs
 from klamp.errors import ConfigError
@@ -80,7 +81,7 @@ def register(*, check: bool = False) -> None:
     for head in (True, False):
         names = [name for name, teacher in named().items() if bool(teacher.head_size) == head]
         settings = distillation.DistillationLossSettings(names=names, use_topk=head, use_estimator=not head)
-        distillation.register_distillation_loss(settings)(kl_to_teacher)
+        distillation.register_distillation_loss(settings)(logged_kl_to_teacher)
 
 
 def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
@@ -169,24 +170,41 @@ def kl_to_teacher(
     teacher = teacher_of(options.loss_mode)
     batch, coefficient = _distilled(teacher, model_output, data), options.distillation_loss_coef
     prepared = prepare(batch, teacher.build_term())
-    penalty, metrics = token_penalty(prepared), _teacher_metrics(prepared, data) | {"teacher/coef": coefficient}
+    penalty, means = token_penalty(prepared), kl_metrics(prepared)
+    names = ["teacher/kl"] if prepared.scored.kl is not None else ["teacher/k1", "teacher/kl"]
+    metrics = _parts({name: means[name] for name in names}, batch.mask, data) | {"teacher/coef": coefficient}
     # where verl trains on the teacher alone, its own weight is 1
     return penalty if options.use_task_rewards else penalty * coefficient, metrics
 
 
-def _teacher_metrics(prepared: Prepared, data: Any) -> dict[str, Any]:
-    """Means over the tokens of verl's mini-batch, each micro-batch's part of them, under klamp's names."""
-    count, means = prepared.batch.mask.sum(), kl_metrics(prepared)
-    names = ("teacher/kl",) if prepared.scored.kl is not None else ("teacher/k1", "teacher/kl")
-    share = data["dp_size"] * count / (data["batch_num_tokens"] or count)
+def _parts(means: Mapping[str, Tensor], mask: Tensor, data: Any) -> dict[str, Any]:
+    """What means over the tokens of a micro-batch add to those of verl's mini-batch."""
+    share = data["dp_size"] * mask.sum() / (data["batch_num_tokens"] or mask.sum())
     metric: Any = importlib.import_module(METRIC).Metric
-    return {name: metric("sum", means[name] * share) for name in names}
+    return {name: metric("sum", mean * share) for name, mean in means.items()}
+
+
+def logged_kl_to_teacher(*, model_output: Mapping[str, Any], data: Any, **rest: Any) -> tuple[Tensor, dict[str, Any]]:
+    """`kl_to_teacher`, and the share of the teacher's numbers (of a head, its likeliest's) that are the one before."""
+    penalty, metrics = kl_to_teacher(model_output=model_output, data=data, **rest)
+    policy, scores = map(_responses(data), (model_output["log_probs"], data["teacher_logprobs"]))
+    mask = _padded(data[MASK]).bool()
+    repeated = repeated_share(policy, scores.flatten(2)[..., 0], mask)
+    return penalty, metrics | _parts({"teacher/repeated": repeated}, mask, data)
+
+
+def _responses(data: Any) -> Callable[[Any], Tensor]:
+    """verl's function from values of all tokens to those of the responses, [B, T, ...]."""
+    return functools.partial(importlib.import_module(PADDING).no_padding_2_padding, data=data)
+
+
+def _padded(x: Tensor) -> Tensor:
+    return x.to_padded_tensor(0) if x.is_nested else x
 
 
 def _distilled(teacher: TeacherConfig, model_output: Mapping[str, Any], data: Any) -> Batch:
     """What verl hands to a loss of distillation, in klamp's words."""
-    responses = functools.partial(importlib.import_module(PADDING).no_padding_2_padding, data=data)
-    mask, old = (x.to_padded_tensor(0) if x.is_nested else x for x in (data[MASK], data[OLD]))
+    responses, mask, old = _responses(data), _padded(data[MASK]), _padded(data[OLD])
     kl: Tensor | None = None
     if teacher.head_size:
         plain, policy_mass, teacher_mass = (

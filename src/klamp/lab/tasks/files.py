@@ -242,25 +242,25 @@ def _is_message(value: Any) -> bool:
 
 
 def check_prompts(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_model_length: int | None, max_new_tokens: int
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, limit: int | None, new_tokens: int, of: str = ""
 ) -> int:
-    """Refuse prompts that are empty, cannot be tokenized, or leave no room for a completion of `max_new_tokens`.
+    """Refuse prompts that are empty, cannot be tokenized, or leave no room for a completion of `new_tokens`.
 
-    `max_model_length` is for both together; None: no limit. Returns the tokens of the longest prompt.
+    `limit` is for both together; None: no limit. `of`: whose prompts. Returns the tokens of the longest prompt.
 
     Raises:
         DataError: the first prompt that does not work, by its row.
     """
-    longest, room = 0, None if max_model_length is None else max_model_length - max_new_tokens
+    longest, room = 0, None if limit is None else limit - new_tokens
     for row, example in enumerate(examples, start=1):
         try:
             length = len(tokenizer(example.prompt, add_special_tokens=False)["input_ids"])  # pyright: ignore
-            what, why = f"prompt {row} has no tokens", "a model cannot continue an empty prompt"
+            what, why = f"{of}prompt {row} has no tokens", "a model cannot continue an empty prompt"
         except Exception as error:  # of whatever kind the tokenizer raises
-            length, what, why = 0, f"prompt {row} cannot be tokenized", f"{type(error).__name__}: {error}"
+            length, what, why = 0, f"{of}prompt {row} cannot be tokenized", f"{type(error).__name__}: {error}"
         if room is not None and length > max(0, room):
-            what = f"prompt {row} is too long: {length} tokens, and the limit is {max(0, room)}"
-            why = f"there is room for {max_model_length} tokens, and a completion may take {max_new_tokens} of them"
+            what = f"{of}prompt {row} is too long: {length} tokens, and the limit is {max(0, room)}"
+            why = f"there is room for {limit} tokens, and a completion may take {new_tokens} of them"
         elif length > 0:
             longest = max(longest, length)
             continue
