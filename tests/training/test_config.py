@@ -50,7 +50,7 @@ def test_an_early_stop_that_never_comes_is_warned_of():
         TrainConfig.from_flat({"kl_early_stop": 0.1})
     with warnings.catch_warnings():
         warnings.simplefilter("error", KLWarning)
-        TrainConfig.from_flat({"kl_early_stop": 0.1, "num_iterations": 2})
+        TrainConfig.from_flat({"kl_early_stop": 0.1, "num_iterations": 2, "kl_off_policy": "token"})
 
 
 NAN = float("nan")
