@@ -104,16 +104,16 @@ def _flat(content: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _refuse_other_trainers(content: Mapping[Any, Any], known: Collection[str]) -> None:
-    """Refuse a file with several unknown fields, with klamp's name of each that has one in klamp or is misspelled."""
+    """Refuse a file with several unknown fields, with klamp's name of each that is known elsewhere or misspelled."""
     unknown = {name: str(value) for name, value in _leaves(content) if name not in known}
-    cutoff = 1.0 if any(isinstance(value, Mapping) for _, value in _flat(content)) else 0.75
+    cutoff = 1.0 if any(isinstance(value, Mapping) for _, value in _flat(content)) else 0.85
     named: list[str] = []
     for name, value in unknown.items():
         nearest = [HINTS[name]] if name in HINTS else get_close_matches(name, known, n=1, cutoff=cutoff)
-        meant = f"={VERL_ESTIMATORS[value]}" if value in VERL_ESTIMATORS else ""
-        named += [f"{ours}{meant} for {name}: {value}" for ours in nearest]
+        meant, said = (f"={VERL_ESTIMATORS[value]}", f"={value}") if value in VERL_ESTIMATORS else ("", "")
+        named += [f"{ours}{meant} for {name}{said}" for ours in nearest]
     if len(unknown) > 1:
-        why = "klamp train has no such fields: the file configures another trainer, or they are misspelled"
+        why = "klamp train has no such fields: they are of another trainer, of an older klamp, or misspelled"
         fix = f"write {', '.join(named) or 'fields of klamp'}; `klamp train --help` lists all"
         raise ConfigError("unknown fields", got=", ".join(unknown), why=why, fix=fix)
 
