@@ -60,8 +60,10 @@ HINTS: Mapping[str, str] = {
     "group_size": "num_generations",
     "max_new_tokens": "max_completion_length",
     "kl_coeff": "beta",
+    "reference_policy_kl_penalty": "beta",
     "init_kl_coef": "beta",
     "kl_loss_coef": "beta",
+    "kl_loss_type": "kl_estimator",
     "cliprange": "epsilon",
 }
 """A name in other trainers that klamp does not accept -> klamp's nearest name, which the error proposes."""

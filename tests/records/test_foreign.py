@@ -40,7 +40,7 @@ FILES = [
 
 def examined(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[list[str], int, str]:
     code = main(["doctor", str(path), *options])
-    out = capsys.readouterr().out
+    out = "".join(capsys.readouterr())
     return [line.split(": ")[1] for line in out.splitlines() if line.startswith("alarm: ")], code, " ".join(out.split())
 
 

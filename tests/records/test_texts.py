@@ -81,31 +81,12 @@ def test_a_chart_with_several_runs_and_a_text_without_rows_are_refused(tmp_path:
 
 
 ROWS = [{"step": step, "kl": step / 1000, "reward": 0.5} for step in range(1, 4)]
-BYTES = "".join(json.dumps(row) + "\r\n" for row in ROWS)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\xef\xbb\xbf" + BYTES.encode(),
-        BYTES.encode("utf-16"),
-        b"\xfe\xff" + BYTES.encode("utf-16-be"),
-        (json.dumps(ROWS) + "\n").encode(),
-    ],
-    ids=["mark", "utf-16", "utf-16-be", "a list"],
-)
-def test_marks_encodings_and_a_list_in_one_line(tmp_path: Path, data: bytes) -> None:
+def test_utf_16_the_other_way_round(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
-    file.write_bytes(data)
+    file.write_bytes(b"\xfe\xff" + "".join(json.dumps(row) + "\r\n" for row in ROWS).encode("utf-16-be"))
     assert [(row.step, row.metrics["kl/k3"]) for row in read_record(file).rows] == [(1, 0.001), (2, 0.002), (3, 0.003)]
-
-
-def test_a_bad_line_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "log.jsonl"
-    file.write_text('{"step": 1, "kl": 0.1}\n{"step": 2, "kl": 0.1}{"step": 3}\n{"step": 4}\n', encoding="utf-8")
-    with pytest.raises(DataError, match="line 2 is not JSON") as caught:
-        read_record(file)
-    assert "fix line 2" in caught.value.fix
 
 
 @pytest.mark.parametrize("name", ["train.log", "train.json", "train.jsonl"])
@@ -165,25 +146,3 @@ def test_rows_without_a_step_are_counted_and_that_is_said(tmp_path: Path) -> Non
     history = read_record(lines(tmp_path, *({"kl": 0.4, "timing_s/step": 3.5 + i} for i in range(3))))
     assert history.settings.steps_counted and [row.step for row in history.rows] == [1, 2, 3]
     assert history.cautions == ["no column says the step: rows are counted, and the first need not be the first step"]
-
-
-def test_what_is_no_number_is_named_and_rows_without_a_step_go_with_the_one_before(tmp_path: Path) -> None:
-    odd = [
-        {"kl": 0.01},
-        {"step": "2", "kl": "0.02"},
-        {"step": 3.0, "kl": [0.01, 0.02], "reward": 0.5},
-        {"step": 4, "kl": {"mean": 0.04}, "reward": True},
-        {"step": None, "reward": 0.6},
-    ]
-    file = tmp_path / "trainer_state.json"
-    file.write_text(json.dumps({"log_history": odd}), encoding="utf-8")
-    history = read_record(file)
-    assert [(row.step, dict(row.metrics)) for row in history.rows] == [
-        (2, {"kl/k3": 0.02}),
-        (3, {"reward": 0.5}),
-        (4, {"kl/k3": 0.04, "reward": 0.6}),
-    ]
-    assert [caution.split(",")[0] for caution in history.cautions] == [
-        "kl is no number in 1 of 5 rows",
-        "reward is no number in 1 of 5 rows",
-    ]

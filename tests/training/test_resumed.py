@@ -63,10 +63,12 @@ def test_what_people_change_after_a_spike_may_change(resumed, field):
     assert step == 2 and f"{field} " in words and "max_steps 2 -> 4" in words
 
 
-def test_a_moving_reference_cannot_begin_at_a_resume(resumed):
-    with pytest.raises(ConfigError, match="cannot change beta") as caught:
-        resumed({"beta": 0.0, "reference": "periodic"}, beta=0.1)
-    assert "had no reference" in caught.value.why
+@pytest.mark.parametrize("moving", ["ema", "periodic"])
+@pytest.mark.parametrize(("field", "was", "now"), [("beta", 0.0, 0.1), ("reference", "frozen", None)])
+def test_a_moving_reference_cannot_begin_at_a_resume(resumed, moving, field, was, now):
+    with pytest.raises(ConfigError, match=f"cannot change {field}") as caught:
+        resumed({"reference": moving, field: was}, **{field: now or moving})
+    assert "from the checkpoint, and the run had no reference that moves" in caught.value.why
 
 
 def test_another_model_or_data_is_named_and_a_copy_is_the_same(resumed, llama, gpt2, tmp_path):

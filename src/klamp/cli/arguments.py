@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from klamp.doctor.readers.klamp_run import HISTORY
 from klamp.errors import ConfigError, brief
 from klamp.files import at_home, with_end, yaml_of
 from klamp.lab.config import TrainConfig, section_classes
-from klamp.names import CONFIG
+from klamp.names import CONFIG, HINTS, VERL_ESTIMATORS
 
 FORM = "one `name: value` per line, for example `beta: 0.01`"
 
@@ -78,6 +79,7 @@ def read_entries(content: Mapping[Any, Any], path: Path, several: Collection[str
     names = {name: field.name for field in fields.values() for name in (field.name, *field.aliases)}
     words, names_read = list[str](), set[str]()
     try:
+        _refuse_other_trainers(content, names)
         for key, value in _flat(content):
             flag, values = str(key).replace("-", "_"), value if isinstance(value, list) else [value]
             if names.get(flag) in names_read or any(isinstance(item, Mapping | list) for item in values):
@@ -99,6 +101,29 @@ def _flat(content: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
             yield from value.items()
         elif key != HISTORY:
             yield key, value
+
+
+def _refuse_other_trainers(content: Mapping[Any, Any], known: Collection[str]) -> None:
+    """Refuse a file with several unknown fields, with klamp's name of each that is known elsewhere or misspelled."""
+    unknown = {name: str(value) for name, value in _leaves(content) if name not in known}
+    cutoff = 1.0 if any(isinstance(value, Mapping) for _, value in _flat(content)) else 0.85
+    named: list[str] = []
+    for name, value in unknown.items():
+        nearest = [HINTS[name]] if name in HINTS else get_close_matches(name, known, n=1, cutoff=cutoff)
+        meant, said = (f"={VERL_ESTIMATORS[value]}", f"={value}") if value in VERL_ESTIMATORS else ("", "")
+        named += [f"{ours}{meant} for {name}{said}" for ours in nearest]
+    if len(unknown) > 1:
+        why = "klamp train has no such fields: they are of another trainer, of an older klamp, or misspelled"
+        fix = f"write {', '.join(named) or 'fields of klamp'}; `klamp train --help` lists all"
+        raise ConfigError("unknown fields", got=", ".join(unknown), why=why, fix=fix)
+
+
+def _leaves(content: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in _flat(content):
+        if isinstance(value, Mapping):
+            yield from _leaves(value)
+        else:
+            yield str(key).replace("-", "_"), value
 
 
 def load_yaml(path: Path) -> Mapping[Any, Any]:

@@ -361,12 +361,12 @@ def kl_high(history: History) -> Evidence | None:
     limits=(LOW,),
     level="note",
     means="Right if the reward is high or a KL holds the policy; else the updates are small.",
-    do="Look at the reward. If it stands still, raise the learning rate or lower beta.",
+    do="Look at the reward. If it stands still and no alarm says why, raise the learning rate or lower beta.",
 )
 def kl_low(history: History) -> Evidence | None:
     """KL below 0.01, a tutorial's sign of not learning enough."""
     kl = _settled(history, 20)
-    low = kl is not None and abs(kl) < LOW.value
+    low = kl is not None and abs(kl) < LOW.value and not not_trained(history)
     return Evidence(f"the KL is {number(kl or 0.0)} nats per token, {MIDDLE}") if low else None
 
 

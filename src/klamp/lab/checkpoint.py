@@ -201,8 +201,10 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
     others = saved_sums.keys() - moved
     changes |= {name: (f"{before[name]} {saved_sums[name]}", f"{now[name]} {sums[name]}") for name in others}
     refused = dict.fromkeys(changes.keys() - {*MAY_CHANGE, *ADDRESSES, *moved}, "a resume continues what was saved")
-    if reference_kind(config) in ("ema", "periodic") and reference_kind(was) == "none":
-        refused["beta"] = "a reference that moves comes from the checkpoint, and the run had no reference"
+    moving = ("ema", "periodic")
+    if reference_kind(config) in moving and reference_kind(was) not in moving:
+        name = "reference" if "reference" in changes else "beta"
+        refused[name] = "a reference that moves comes from the checkpoint, and the run had no reference that moves"
     if config.run.max_steps < step:
         refused["max_steps"] = f"{step} steps are done; to go back, delete the newer checkpoints"
     if name := next((name for name in changes if name in refused), ""):

@@ -21,6 +21,11 @@ FORMATS = (
     "metrics or of completions with token log-probabilities"
 )
 
+TOKEN_LISTS = "completions: lists old_log_probs and ref_log_prob (also rollout_log_probs), one number per token"
+DAMAGED = "line {} is damaged"
+COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\3\4": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2"}
+"""The first bytes of a compressed file -> its format."""
+
 
 def unreadable(what: str, path: Path, *, why: str, fix: str = "") -> DataError:
     """The error for a record that cannot be read."""
@@ -43,8 +48,11 @@ def object_in(path: Path) -> dict[str, Any]:
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file in UTF-8 or UTF-16; bytes that are neither are replaced."""
+    """The lines of a text file in UTF-8 or UTF-16; other bytes are replaced, a compressed file is refused."""
     with with_end(path).open("rb") as file:
+        for mark in filter(file.peek(6).startswith, COMPRESSED):
+            fix = "unpack it, and name the file that comes out"
+            raise unreadable("a file is compressed", path, why=f"it begins as {COMPRESSED[mark]} does", fix=fix)
         wide = file.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE)
         yield from io.TextIOWrapper(file, "utf-16" if wide else "utf-8-sig", errors="replace", newline="\n")
 
@@ -69,7 +77,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def each_row(
-    rows: Iterable[Any], path: Path, read: Callable[[Mapping[str, Any]], Read], *, what: str = "line {} is damaged"
+    rows: Iterable[Any], path: Path, read: Callable[[Mapping[str, Any]], Read], *, what: str = DAMAGED, fix: str = ""
 ) -> Iterator[Read]:
     """What `read` makes of each row; a DataError for one that it cannot use, `what` has a place for its number."""
     for number, row in enumerate(rows, start=1):
@@ -79,7 +87,7 @@ def each_row(
             yield read(row)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             why = f"{type(error).__name__}: {shortened(error)}"
-            raise unreadable(what.format(number), path, why=why) from error
+            raise unreadable(what.format(number), path, why=why, fix=fix) from error
 
 
 def shortened(error: Exception) -> str:

@@ -30,7 +30,7 @@ from klamp.doctor.metrics import (
     translate,
     unread_kls,
 )
-from klamp.doctor.readers.files import each_row, json_lines, object_in, shortened, text_lines, unreadable
+from klamp.doctor.readers.files import TOKEN_LISTS, each_row, json_lines, object_in, shortened, text_lines, unreadable
 from klamp.errors import missing_library, unknown_name
 from klamp.files import followed, with_end
 from klamp.names import TRAINER_STATE
@@ -142,10 +142,8 @@ def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names |
     history = _of_rows(source, rows, names, path)
     if not (history.rows or history.evaluations):
         why = f"the first row has {', '.join(list(rows[0])[:12])}" if rows else "it holds no whole line"
-        fix = (
-            "metrics: a row per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with your "
-            "own; completions: lists old_log_probs and ref_log_prob, one number per token"
-        )
+        names_of_metrics = "names as TRL, verl or klamp write them (kl, reward, ...), or --map with your own"
+        fix = f"metrics: a row per step with {names_of_metrics}; {TOKEN_LISTS}"
         raise unreadable("no metric that klamp knows and no token log-probabilities were found", path, why=why, fix=fix)
     return history
 

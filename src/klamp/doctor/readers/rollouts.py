@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from klamp.doctor.history import Completion, History, Row, RunSettings, Side, bounded, check_lengths, every, k3
 from klamp.doctor.metrics import declare_no_reference
-from klamp.doctor.readers.files import each_row, json_lines, unreadable
+from klamp.doctor.readers.files import TOKEN_LISTS, each_row, json_lines, unreadable
 
 Numbers: TypeAlias = Sequence[float]
 UNKNOWN = "?"
@@ -63,8 +63,8 @@ def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> H
 
 def _completions_in(file: Path) -> Iterator[Completion]:
     step = step_in(file)
-    what = "line {} is no completion with log-probabilities"
-    return each_row(json_lines(file), file, lambda row: completion_of(row, step=row.get("step", step)), what=what)
+    parts = {"what": "line {} is no completion with log-probabilities", "fix": TOKEN_LISTS}
+    return each_row(json_lines(file), file, lambda row: completion_of(row, step=row.get("step", step)), **parts)
 
 
 def completion_of(row: Mapping[str, Any], *, step: Any = 1, written: bool = False) -> Completion:
