@@ -22,8 +22,7 @@ PATTERNS = {
     r"\bwhere (there )?(is|are) no\b": "if there is no X",
     r"\b(is|are) no \w+ of\b": "is not X of Y",
     r"\b(that|those) of\b": "name the thing again",
-    r"(?<!one )(?<!none )(?<!any )(?<!some )(?<!all )(?<!each )(?<!both )(?<!most )(?<!many )(?<!part )\bof (it|them)\b":
-        "name the thing",
+    r"(?<!one |any |all )(?<!none |some |each |both |most |many |part )\bof (it|them)\b": "name the thing",
     r"\bsuch (a one|ones|a \w+ (has|is|lacks))\b": "name the thing",
     r"\bthe same\b(?=[.,;:)]| as it| as they|$)": "name what is equal",
     r"\b(tells|told)\b": "reports, logs, warns, shows",
