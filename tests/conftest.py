@@ -1,4 +1,4 @@
-"""What every test starts from: shape checks, one thread (or OMP_NUM_THREADS), fixed seeds, no network, a shared cache."""
+"""What every test starts from: shape checks, one thread or OMP_NUM_THREADS, fixed seeds, no network, a shared cache."""
 
 from __future__ import annotations
 
