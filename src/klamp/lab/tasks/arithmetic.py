@@ -141,7 +141,7 @@ RECIPE: Mapping[str, Any] = {
 
 
 def careless_sum(left: int, right: int, rng: random.Random) -> int:
-    """A sum of two two-digit numbers with some carries forgotten, those from a light column half as often."""
+    """A sum of two two-digit numbers in which some carries are forgotten, half as often in a light column."""
     carry, total = 0, 0
     for place in (1, 10):
         column = left // place % 10 + right // place % 10 + carry
