@@ -46,6 +46,7 @@ help:
 	@echo "make test-oldest    with the oldest versions of torch, TRL, Tinker and the rest that klamp declares, likewise"
 	@echo "make test-newest    the parity lists with the newest TRL, verl and transformers that pip finds today, and the recipes"
 	@echo "                    of docs/hosts.md with the newest wheels (KLAMP_CHECKOUTS=FOLDER: or FOLDER/NAME); writes a dated record"
+	@echo "make test-numeric   the numeric tests six times: default, AVX2 and AVX-512, one and two threads, another built-in model"
 	@echo "make test-wheel     the wheel as pip installs it, with nothing but what it asks for"
 	@echo "make test-pythons   the wheel on the other Pythons that klamp declares; one that is not here is passed over"
 	@echo "make environments   those that the targets above make for themselves, all of them now"
@@ -118,6 +119,22 @@ test-slow: $(READY)
 # Of the slow ones those that every landing runs too: ten kills.
 gate-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and gate" $(ELSEWHERE) $(PYTEST_ARGS)
+
+# The numeric tests, each by a name: other instructions of the processor, other threads, another built-in model.
+NUMERIC := $(addprefix numeric-,default avx2 avx512 one-thread two-threads other-seed)
+THREADS := OMP_NUM_THREADS=1
+numeric-default: THREADS := -u OMP_NUM_THREADS
+numeric-avx2: export ATEN_CPU_CAPABILITY := avx2
+numeric-avx512: export ATEN_CPU_CAPABILITY := avx512
+numeric-two-threads: THREADS := OMP_NUM_THREADS=2
+numeric-other-seed: export KLAMP_MODEL_SEED := 1
+
+.PHONY: test-numeric $(NUMERIC)
+test-numeric: $(NUMERIC)
+
+$(NUMERIC): $(READY)
+	env $(THREADS) $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS) \
+	  tests/core tests/scoring tests/verify tests/hosts tests/training tests/tasks
 
 # Other inputs than those that `make test` draws, and five times as many.
 fuzz: $(READY)

@@ -42,6 +42,7 @@ TARGETS = {
     "test-vllm": "a real vLLM, DeepSpeed and verifiers",
     "test-unsloth": "TRL as Unsloth patches it",
     "test-oldest": "the oldest versions of all libraries that are declared",
+    "test-numeric": "the numeric tests with other instructions, threads, and another built-in model",
     "fuzz": "other inputs than those that the gate draws, five times as many",
     "mutants": "small mistakes put into the code: which do the tests notice?",
 }

@@ -1,4 +1,4 @@
-"""What every test starts from: shape checks switched on, one thread, fixed seeds, no network, a shared model cache."""
+"""What every test starts from: shape checks, one thread or OMP_NUM_THREADS, fixed seeds, no network, a shared cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 
 # The same examples in every run: what new ones find must not stop a landing. `make fuzz` draws others.
 drawn_anew = "KLAMP_FUZZ" in os.environ
@@ -57,6 +57,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if left_out is None or not collection_path.match("test_*.py"):
         return None
     return left_out(collection_path.read_text(encoding="utf-8")) or None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Teach the built-in model from another seed if KLAMP_MODEL_SEED is set, as `make numeric-other-seed` does."""
+    if seed := os.environ.get("KLAMP_MODEL_SEED"):
+        from klamp.lab.tasks.arithmetic import RECIPE
+
+        RECIPE["seed"] = int(seed)
 
 
 @pytest.fixture(autouse=True)

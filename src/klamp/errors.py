@@ -27,7 +27,7 @@ HOST = re.compile(r"(\[[\da-fA-F:.]+\]|[\w.-]*)(:\d*)?")
 
 
 def without_credentials(text: str) -> str:
-    """A text whose URLs have no user, no password and no query; one whose parts cannot be told apart loses more."""
+    """A text whose URLs have no user, password or query; an URL that cannot be parsed loses more."""
     return URL.sub(_shown, text)
 
 

@@ -11,16 +11,16 @@ from typing import Any
 LONGEST_NUMBER = 300
 """Digits of the longest whole number that is read: a float holds up to 308, and nothing counts so far."""
 LARGEST_YAML = 1_000_000
-"""Values and their characters that a YAML text stands for at most, what its aliases repeat counted each time."""
+"""Largest number of values and characters in a YAML text, with every repetition of an alias counted."""
 
 
 def at_home(name: str | Path) -> Path:
-    """The path that a name stands for; `~` is the home folder, if the user has one."""
-    return Path(os.path.expanduser(name))  # noqa: PTH111  (that of a Path raises where there is no such home)
+    """The path of a name; `~` is the home folder, if the user has one."""
+    return Path(os.path.expanduser(name))  # noqa: PTH111  (Path's raises an error without a home folder)
 
 
 def followed(path: Path) -> Path:
-    """The path behind all links; links in a circle are left as they are, for whoever reads there to say so."""
+    """The path behind all links; a circle of links is returned unchanged, and its reader raises the error."""
     return Path(os.path.realpath(path))
 
 
@@ -66,7 +66,7 @@ def yaml_of(text: str, loader: type | None = None) -> Any:
 
 
 def _size(node: Any, sizes: dict[int, int]) -> int:
-    """How many values and characters a node (or a key with its value) stands for; too many if it holds itself."""
+    """How many values and characters a node (or a key with its value) holds; too many if it contains itself."""
     inside = node if isinstance(node, tuple) else getattr(node, "value", ())
     if isinstance(inside, str):
         return 1 + len(inside)

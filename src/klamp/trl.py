@@ -51,7 +51,7 @@ AnyTrainer = TypeVar("AnyTrainer")
 def attach(trainer: AnyTrainer, kl: KLConfig | TeacherConfig, *, ref_model: Any = None) -> AnyTrainer:
     """Give a TRL trainer that is built already, of any subclass, the KL of a configuration. Returns the trainer.
 
-    Call it before `train`. The trainer's class becomes a subclass that has klamp's hooks; nothing else of it changes.
+    Call it before `train`. The trainer's class becomes a subclass that has klamp's hooks; nothing else changes.
 
     Args:
         trainer: a `trl.GRPOTrainer` (Unsloth's too) or a `trl.DistillationTrainer`, or an instance of a subclass.

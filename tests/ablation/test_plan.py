@@ -71,5 +71,5 @@ def test_folder_names_are_safe_and_differ_where_arms_do() -> None:
 def test_two_arms_that_are_the_same_are_refused() -> None:
     """Such as recipes that give way to a base which sets every field."""
     plan = Plan(arms=(Arm(name="a", values={"beta": 0.3}), Arm(name="b"), Arm(name="c", values={"beta": 0.3})))
-    with pytest.raises(ConfigError, match="the arms 'a' and 'c' are the same"):
+    with pytest.raises(ConfigError, match="the arms 'a' and 'c' are equal"):
         runs(plan)

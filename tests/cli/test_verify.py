@@ -50,7 +50,7 @@ def test_a_broken_sign_fails_with_exit_code_one(monkeypatch: pytest.MonkeyPatch)
 def test_a_question_is_answered_in_numbers_and_words() -> None:
     code, text = shown("direction")
     assert code == 0
-    assert "As a loss it is not what its value says" in " ".join(text.split())
+    assert "As a loss it does not follow its value" in " ".join(text.split())
     assert " +- " in text
     again = shown("direction")[1]
     assert text.rsplit(",", 1)[0] == again.rsplit(",", 1)[0]

@@ -147,13 +147,13 @@ class Teachers:
     config: TeacherConfig
     models: Mapping[str, Reference]  # key -> who scores; "" if there is one
     tokenizer: PreTrainedTokenizerBase
-    prompts: Mapping[str, str]  # a prompt -> the text that the teacher sees in its place; empty: the same
+    prompts: Mapping[str, str]  # a prompt -> the teacher's prompt; empty: the policy's own
 
     def key(self, example: Example) -> str:
         return str(example.fields.get(self.config.teacher_key)) if self.config.teacher_key else ""
 
     def prompt(self, example: Example) -> str | None:
-        """What the teacher sees in the place of a prompt; None: the row of a held-out one does not say."""
+        """The teacher's prompt for a prompt; None: a held-out row without one."""
         return self.prompts.get(example.prompt) if self.config.teacher_prompt else example.prompt
 
     def completions(self, examples: Sequence[Example], completions: Completions) -> Completions:
@@ -179,19 +179,19 @@ class Teachers:
             logprobs[rows] = scores[rows]
             if predicted is not None:
                 head = predicted.predictions.head
-                if self.config.kind == "live" and head is not None:  # the head is that of the whole step
+                if self.config.kind == "live" and head is not None:  # the head of the whole step
                     predicted = RowPredictions(rows, replace(predicted.predictions, head=head.copied()))
                 predictions.append(predicted)
         return TeacherScores(logprobs, predictions, rows_of)
 
 
 def frozen_model(name: str, policy: Any, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, who: Who) -> Any:
-    """A model of its own, whose tokens are the policy's; padding of the policy that a reference has not is cut."""
+    """A separate model with the policy's tokens; padding that only the policy has is cut."""
     model = load_model(name, config.model.dtype)
     check_tokens_of(name, tokenizer, who=who)
     if who == "reference" and len(tokenizer) <= (entries := output_size(model)) < output_size(policy):
         # entries that the tokenizer does not have mean nothing, and without them in the reference the KL is infinite
-        text = f"The policy's entries from {entries} on are cut: the tokenizer has none of them, nor has the reference."
+        text = f"The policy's entries from {entries} on are cut: neither the tokenizer nor the reference has them."
         warnings.warn(text, KLWarning, stacklevel=2)
         policy.resize_token_embeddings(entries)
     check_same_vocabulary(model, policy, who=who, larger=True)
@@ -233,7 +233,7 @@ def load_reference(
 
 
 def moving(kind: str, who: Who, model: nn.Module, traits: Traits, config: TrainConfig) -> MovingReference:
-    """An anchor that follows the policy, on a copy of it."""
+    """An anchor that follows the policy: a copy of the policy."""
     fields = config.flat()
     decay = fields[f"{who}_decay"] if kind == "ema" else None
     return MovingReference(model, decay=decay, reset_steps=fields[f"{who}_reset_steps"], traits=traits)
@@ -290,7 +290,7 @@ def check_tokens_of(name: str, ours: PreTrainedTokenizerBase, *, who: Who = "tea
 
 
 def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """A prompt -> the prompt that the teacher sees; empty if it sees the same. Held-out ones may be without."""
+    """A prompt -> the teacher's prompt; empty if both see one prompt. Held-out prompts may lack it."""
     column, prompts = config.teacher.teacher_prompt, dict[str, str]()
     if not column:
         return prompts
@@ -300,7 +300,7 @@ def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokeni
         text = prompt_text(example.fields[column], config.task, tokenizer, where=f"{column} of prompt {row}")
         if prompts.setdefault(example.prompt, text) != text:
             what, fix = "one prompt has two prompts for the teacher", "make the prompts differ, or keep one of the rows"
-            why = "a completion of it could not say which of them the teacher answers"
+            why = "a completion could not show which one the teacher answers"
             raise DataError(what, got=repr(example.prompt[:200]), why=why, fix=fix)
     for example in task.held_out:
         if value := example.fields.get(column):

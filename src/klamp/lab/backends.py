@@ -89,7 +89,7 @@ ENGINES = (
     Rule(
         "surrogate",
         "the engine has no such loss",
-        "use surrogate='ppo_clip': at the first update of a rollout its gradient is the same",
+        "use surrogate='ppo_clip': at the first update of a rollout both gradients are equal",
         lambda c: c.loss.surrogate == "score_function",
     ),
     Rule("exact_kl_completions", "the exact KL beside another estimator is measured in klamp's own loop"),
@@ -150,10 +150,10 @@ VERL = (
         "verl's schedules are constant and cosine",
         applies=lambda c: c.optim.lr_scheduler_type == "linear",
     ),
-    Rule(TRUST, "verl corrects by itself", "leave it out; verl_args takes algorithm.rollout_correction"),
+    Rule(TRUST, "verl has its own correction", "leave it out; verl_args takes algorithm.rollout_correction"),
     Rule(
         "temperature",
-        "the engine of verl's teacher scores at temperature 1, whatever the policy is sampled and scored at",
+        "verl's teacher engine scores at temperature 1, at any temperature of the policy",
         "set temperature=1",
         lambda c: c.teacher.there and c.rollout.temperature != 1,
     ),
@@ -165,8 +165,8 @@ VERL = (
     ),
     Rule(
         "advantage_baseline loss_type scale_rewards",
-        "verl divides by the group's standard deviation where the baseline is the mean of all (grpo), and not where it "
-        "is that of the others (rloo)",
+        "verl divides by the group's standard deviation with the mean of all as the baseline (grpo), and not with the "
+        "mean of the others (rloo)",
         "set advantage_baseline='mean', or scale_rewards='none'",
         lambda c: c.loss.advantage_baseline == "leave_one_out" and c.loss.scale == "std",
     ),
@@ -282,7 +282,7 @@ def engine_plan(config: TrainConfig, argv: Sequence[str]) -> tuple[dict[str, Any
 
 
 def replace_process(command: Sequence[str]) -> None:
-    """Run a command in the place of this process, so that its exit code and all signals are its own."""
+    """Replace this process by a command, which then has its own exit code and signals."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], list(command))

@@ -150,7 +150,7 @@ def check_policy(folder: Path) -> None:
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """A context in which an error of reading is that of a damaged checkpoint."""
+    """A context that reports an error of reading as a damaged checkpoint."""
     try:
         yield
     except Exception as error:  # a damaged file makes each of its readers raise another one
@@ -255,7 +255,7 @@ def _sum(name: str) -> str:
 
 
 def _place(name: str) -> Path:
-    """The folder or file that a name stands for; that of a hub id is in the hub's cache."""
+    """The folder or file of a name; a hub id's is in the hub's cache."""
     if name == "builtin":
         return base_model_folder()
     place = at_home(folders.policy_folder(name))

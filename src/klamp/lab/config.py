@@ -73,7 +73,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How completions are sampled. A step samples prompts_per_step * num_generations of them."""
+    """How completions are sampled: prompts_per_step * num_generations per step."""
 
     prompts_per_step: int = setting(32, AT_LEAST_1)
     """Prompts per step."""
@@ -122,7 +122,7 @@ class OptimConfig:
     num_iterations: int = setting(1, AT_LEAST_1)
     """Updates per rollout; from the second on, ratios are taken against the log-probabilities before the first."""
     gradient_accumulation_steps: int = setting(1, AT_LEAST_1)
-    """Parts that a step is computed in; the result is that of the whole, exactly."""
+    """Parts of a step, computed one after the other; the result equals the whole step's exactly."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -269,7 +269,7 @@ def section_classes() -> dict[str, type]:
 
 
 def field_owners() -> dict[str, str]:
-    """Name of each field -> the section that holds it; no name stands in two sections."""
+    """Name of each field -> its section; no two sections share a name."""
     return {f.name: name for name, cls in section_classes().items() for f in dataclasses.fields(cls)}
 
 
@@ -321,7 +321,7 @@ def _refusals(c: TrainConfig) -> Iterator[Refusal]:
             size == 1 and not silent,
             "num_generations=1 leaves a reward nothing to be compared with",
             got=f"num_generations=1, reward={c.task.reward!r}",
-            why="an advantage is a reward less that of the group's others; a teacher's KL alone needs no group",
+            why="an advantage is a reward less the other rewards of its group; a teacher's KL alone needs no group",
             fix=f"use num_generations of 2 or more, or reward={NO_REWARD!r} with a teacher",
         ),
         Refusal(
@@ -341,7 +341,7 @@ def _refusals(c: TrainConfig) -> Iterator[Refusal]:
         Refusal(
             teacher.kind == "live" and not teacher.teacher_prompt,
             "teacher_kind='live' needs teacher_prompt",
-            why="the policy is its own teacher: at the same prompt their KL is 0 for ever",
+            why="the policy is its own teacher: at one prompt their KL is always 0",
             fix="name the column of the prompt that the teacher sees",
         ),
     ]

@@ -53,7 +53,7 @@ def _answered(
 
 
 def teacher_answers(context: Context) -> list[dict[str, Any]]:
-    """The greedy answers of local teachers, each behind the prompt that it sees; as those of `evaluate`."""
+    """The greedy answers of local teachers, each behind its own prompt, like the answers of `evaluate`."""
     task, teachers, count = context.task, context.teachers, context.config.run.log_answers
     if teachers is None:
         return []

@@ -29,7 +29,7 @@ LOCK = ".lock"  # the file by which a folder is locked
 BESIDE = ("log.txt", OUTCOME)  # the files that `klamp ablate` keeps in a run's folder
 FOR_VERL = "verl"  # the folder inside a run's folder that holds what klamp and verl tell each other
 BEGUN = (*BESIDE, LOCK, f".{CONFIG}.part", FOR_VERL)
-"""What may lie in the folder of a run that was killed before anything could be lost with it."""
+"""Files in the folder of a run that was killed before it had anything to lose."""
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def policy_in(checkpoint: Path) -> Path:
 
 
 def policy_folder(name: str) -> str:
-    """The folder of the weights if a checkpoint of klamp's is named; any other folder or hub id as it is."""
+    """The folder of the weights if klamp's checkpoint is named; any other folder or hub id unchanged."""
     inside = at_home(name) / POLICY
     return str(inside) if inside.is_dir() and not (inside.parent / "config.json").exists() else name
 
@@ -239,7 +239,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def held(folder: Path, *, by: str) -> Iterator[None]:
-    """A context in which no other process can take the folder; `by` is the command, as a person knows it."""
+    """A context in which no other process can take the folder; `by` is the command, as a person types it."""
     from filelock import FileLock, Timeout  # part of the extra `train`; who only reads a run needs no lock
 
     lock = FileLock(folder / LOCK)

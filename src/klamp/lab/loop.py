@@ -9,7 +9,7 @@
     Trainer                 a configured run: schedule, evaluation, checkpoints, alarms, resume
 
 All but `take_step` and `Trainer` are the functions of a guide from scratch (docs/sources.md). Its loss, differentiated
-as printed, has an expected gradient of zero: the value here is the printed one, the gradient that of KL(policy || ref).
+as printed, has an expected gradient of zero: here the gradient follows KL(policy || ref).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def compute_kl_divergence(policy_log_probs: LogProbs, ref_log_probs: LogProbs) -
     Sampler: the policy.
     Value: k1, unbiased, of any sign.
     Gradient: (log policy - log ref) grad log policy, whose expectation is the gradient of KL(policy || ref) at each
-    prefix; not that of the formula itself, which is zero in expectation.
+    prefix; the formula's own gradient is zero in expectation.
     Shapes: [B, T], [B, T] -> [B, T].
 
     Raises:
@@ -98,20 +98,20 @@ def compute_loss(
     Equation: mean_t(-min(r A, clip(r) A)) + kl_coef * mean_t KL_t.
 
     Value: with the defaults exactly as the from-scratch guide prints it.
-    Gradient: PPO's plus kl_coef times that of KL(policy || ref) at each prefix.
+    Gradient: PPO's plus kl_coef times the gradient of KL(policy || ref) at each prefix.
     Shapes: [B, T] each, advantages [B] or [B, T] -> scalar and a dictionary of detached scalars.
 
     Args:
         old_log_probs: under the policy at rollout time; None: the policy itself.
         ref_log_probs: under the reference; needed where kl_coef > 0.
-        totals: size of the whole batch when this is a micro-batch of it.
+        totals: size of the whole batch if this is a micro-batch.
 
     Returns:
         The loss and metadata: `kl_penalty_mean` (what the KL adds to the loss), `kl_mean` (mean k1 in nats per
         token), `policy_loss`, `clip_fraction`, `log_prob_mean`.
 
     Raises:
-        ConfigError: kl_coef > 0 without ref_log_probs, or a number that is none.
+        ConfigError: kl_coef > 0 without ref_log_probs, or NaN.
         TensorError, ShapeError, EmptyMaskError, NonFiniteError: tensors that cannot be used.
 
     Source: the from-scratch guide (docs/sources.md)
@@ -144,7 +144,7 @@ def printed_kl(kl_coef: float) -> KLConfig:
 
 
 def printed_loss(cliprange: float = 0.2) -> LossConfig:
-    """A mean over all tokens; `group_advantages` as they are: less the group's mean, over its deviation."""
+    """A mean over all tokens; unchanged `group_advantages`: less the group's mean, over its deviation."""
     return LossConfig(loss_type="dapo", advantage_baseline="mean", epsilon=cliprange)
 
 
@@ -165,8 +165,8 @@ def grpo_microbatch_step(
     The reference is scored only if there is one and kl_coef > 0, without gradient.
 
     Args:
-        model: the policy; or its `Scorer`, which `Trainer` uses: the same numbers, for less memory and time.
-        temperature: that of the sampler.
+        model: the policy; or its `Scorer`, which `Trainer` uses: equal numbers, for less memory and time.
+        temperature: the sampler's.
         totals: size of the whole batch; with it, micro-batches add up exactly to the batch.
 
     Returns:
@@ -254,7 +254,7 @@ def train(
     """The whole GRPO loop on one process, in its plainest form.
 
     A step takes the next prompts, samples a group of completions for each, scores them, forms advantages and updates
-    the policy. `klamp doctor` reads the TensorBoard folder as fully as that of `klamp train`.
+    the policy. `klamp doctor` reads the TensorBoard folder like one of `klamp train`.
 
     Args:
         model: the policy, a causal LM; changed in place.
@@ -324,7 +324,7 @@ def log_train(step: int, metrics: Mapping[str, float], *, writer: Any = None) ->
 
 
 class Trainer:
-    """A run of a configuration: how far it is, and the observers that are told of it."""
+    """A run of a configuration: its progress, and its observers."""
 
     def __init__(self, context: Context, observers: Sequence[Observer], folder: Path = Path()) -> None:
         config = context.config
@@ -336,7 +336,7 @@ class Trainer:
         self.weights = checkpoint.Weights(context.policy, context.tokenizer, self.optimizer, moving)
         self.alarms = AlarmObserver(self.tell, rl_skill=context.task.rl_skill)
         self.observers = [*observers, self.alarms]
-        self.whole = True  # whether the weights are those of the last step done, and not half way through the next one
+        self.whole = True  # whether the weights belong to a finished step, not to half of the next one
         self.fingerprints = fingerprints(context)
 
     @classmethod
@@ -502,7 +502,7 @@ class Trainer:
         return TrainingStopped(what, got="an interrupt", resumable=folder is not None, why=why, fix=fix)
 
     def info(self, changes: str = "") -> RunInfo:
-        """What is known before the first step; `changes` are those of a resume, in words."""
+        """What is known before the first step; `changes`: of a resume, in words."""
         context = self.context
         parameters = sum(p.numel() for p in context.policy.parameters())
         trained = sum(p.numel() for p in context.policy.parameters() if p.requires_grad)

@@ -57,7 +57,7 @@ def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
 
 
 def _whole(spec: str, **options: Any) -> PreTrainedModel:
-    """The model of a folder or hub id, all of whose weights are in its files, and those that were written there."""
+    """The model of a folder or hub id, after a check that its files have all weights, and the written ones."""
     check_policy(Path(spec))
     kind = "a causal language model"
     model, loading = _pretrained(AutoModelForCausalLM, spec, kind, output_loading_info=True, **options)
@@ -66,13 +66,13 @@ def _whole(spec: str, **options: Any) -> PreTrainedModel:
 
 
 def check_weights(folder: str) -> None:
-    """Refuse the model of a folder, as `load_model` does, without reading its weights; a hub id is left alone."""
+    """Refuse the model of a folder, as `load_model` does, without reading its weights; ignores a hub id."""
     if Path(folder).is_dir():
         _whole(folder, device_map="meta")
 
 
 def make_ready(spec: str, *, progress: Progress | None = None) -> None:
-    """Teach the built-in model if it is named and not in the cache yet; any other name is left alone."""
+    """Teach the built-in model if it is named and not in the cache yet; ignores any other name."""
     if spec == BUILTIN:
         cached_base_model(progress=progress)
 
@@ -103,7 +103,7 @@ def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
         return loader.from_pretrained(spec, trust_remote_code=False, local_files_only=not is_id, **options)
     except Exception as error:  # the loaders raise a dozen types; all mean the same to the user
         here = "on the hub, or in its cache" if is_id else "at that path; an id of the hub reads OWNER/NAME"
-        why = f"there is none {here}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+        why = f"there is no model {here}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
         fix = "check the path; a model folder needs config.json and weights, and the tokenizer's files or "
         fix += "--tokenizer FOLDER; builtin needs no hub"
         raise ModelError(f"cannot load {what}", got=spec, why=why, fix=fix) from error
@@ -118,7 +118,7 @@ def model_path(name: str) -> str:
 
 
 def weights_folder(spec: str) -> str:
-    """The folder of the weights where a checkpoint of klamp's is named; any other name as it is."""
+    """The folder of the weights if klamp's checkpoint is named; any other name unchanged."""
     place = at_home(spec)
     if not place.is_dir():
         return spec
@@ -126,7 +126,7 @@ def weights_folder(spec: str) -> str:
         return str(place)
     folder = Path(policy_folder(str(place)))
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        why = "an adapter is trained further by the run that it belongs to, and is no model by itself"
+        why = "only its own run trains an adapter further, and an adapter alone is not a model"
         fix = "continue that run with --resume, or merge it first: peft.AutoPeftModelForCausalLM.from_pretrained("
         fix += f"{str(folder)!r}).merge_and_unload().save_pretrained(FOLDER), with --tokenizer {folder}"
         raise ModelError("the folder holds a LoRA adapter, not a model", got=spec, why=why, fix=fix)
@@ -137,7 +137,7 @@ def weights_folder(spec: str) -> str:
 
 
 def with_adapter(model: Any, config: ModelConfig, checkpoint: Path | None = None) -> nn.Module:
-    """Put a LoRA adapter on a model, a fresh one or that of a checkpoint."""
+    """Put a LoRA adapter on a model, a fresh one or a checkpoint's."""
     from peft import PeftModel, get_peft_model
 
     if checkpoint is None:
@@ -209,7 +209,7 @@ def adapter_errors(config: ModelConfig) -> Iterator[None]:
 
 @contextmanager
 def former_names() -> Iterator[None]:
-    """A context in which nobody is told that peft and TRL call transformers by former names: no user can change it."""
+    """A context without warnings that peft and TRL use former names of transformers: no user can change that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*gradient_checkpointing.*deprecated", FutureWarning)
         yield

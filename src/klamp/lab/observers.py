@@ -36,7 +36,7 @@ class RunInfo:
     config: TrainConfig  # the configuration in force
     output_dir: Path  # the folder of the run
     start_step: int  # 0, or the step a resumed run continues from
-    parameters: int  # parameters of the policy without those of an adapter
+    parameters: int  # parameters of the policy, without an adapter's
     trainable_parameters: int  # the number of parameters that are trained
     device: str  # the device of the policy
     changes: str = ""  # what a resume changed, in words

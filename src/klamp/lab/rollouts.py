@@ -29,7 +29,7 @@ LENGTH_PROMPTS = 64  # prompts by whose completions the reference's length is me
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """The data of a step: B completions, those of a prompt next to each other."""
+    """The data of a step: B completions, ordered by prompt."""
 
     examples: Sequence[Example]  # [B] the prompts, each repeated for its group
     texts: Sequence[str]  # [B] the completions as text

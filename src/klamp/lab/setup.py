@@ -43,7 +43,7 @@ class Context:
     tokenizer: PreTrainedTokenizerBase
     task: Task
     reference: Reference | None = None  # None if nothing here needs it
-    teachers: Teachers | None = None  # the second anchor; None if there is none
+    teachers: Teachers | None = None  # the second anchor, or None
     stop: list[int] = field(init=False)  # the ids that end a completion
     pad: int = field(init=False)  # the id of the padding token
     vocabulary: int = field(init=False)  # the number of entries that the policy gives a logit to
@@ -76,7 +76,7 @@ class Context:
 
     @property
     def moving(self) -> dict[str, MovingReference]:
-        """Those of them that follow the policy; a checkpoint holds their weights."""
+        """The anchors that follow the policy; a checkpoint holds their weights."""
         return {name: anchor for name, anchor in self.anchors.items() if isinstance(anchor, MovingReference)}
 
     @property
@@ -86,7 +86,7 @@ class Context:
 
     @property
     def exact_completions(self) -> int:
-        """How many completions of a group have their exact KL measured; all if the loss is made of it."""
+        """How many completions of a group have their exact KL measured; all if the loss uses it."""
         size, count = self.config.rollout.num_generations, self.config.run.exact_kl_completions
         if self.config.kl.kl_estimator == "exact":
             return size
@@ -109,7 +109,7 @@ class Context:
         return ("reverse",)
 
     def parts(self, rows: int) -> list[slice]:
-        """The parts, nearly equal, that `rows` completions are computed in: gradient_accumulation_steps of them."""
+        """Splits `rows` completions into gradient_accumulation_steps nearly equal parts."""
         count = min(rows, self.config.optim.gradient_accumulation_steps)
         bounds = torch.linspace(0, rows, count + 1).round().long().tolist()
         return [slice(a, b) for a, b in pairwise(bounds) if b > a]

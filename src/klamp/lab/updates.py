@@ -173,7 +173,7 @@ def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
 
 OF_KL_TOKENS = ("k1", "k3", "k3_sequence", "exact", "log_ratio_max", "log_ratio_clamped", "k3_saturated")
 """Metrics `kl/NAME` over the tokens that carry the KL to the reference, if any do."""
-OF_THE_LAST = (  # how far the updates of a step went from who sampled: before the first of them the ratio is 1
+OF_THE_LAST = (  # how far a step's updates moved the policy from the sampler: before the first one the ratio is 1
     *("policy/ratio_clipped", "policy/kl_old", "kl/weights_truncated"),
     *("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut"),
 )
@@ -288,7 +288,7 @@ class MasterAdamW(AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a saved state; one without masters continues from the weights as they are."""
+        """Continue from a saved state; a state without masters continues from the weights."""
         super().load_state_dict({name: x for name, x in state_dict.items() if name != MASTERS})
         for master, saved in zip(self.masters, state_dict.get(MASTERS, self.weights), strict=True):
             master.copy_(saved)
@@ -296,7 +296,7 @@ class MasterAdamW(AdamW):
 
 
 def adamw(policy: nn.Module, config: TrainConfig) -> AdamW:
-    """AdamW on the weights of a policy that are trained, or on float32 copies of them."""
+    """AdamW on a policy's trained weights, or on float32 copies."""
     weights = [p for p in policy.parameters() if p.requires_grad]
     copies = config.model.master_weights == "float32" and any(p.dtype == torch.bfloat16 for p in weights)
     return (MasterAdamW if copies else AdamW)(

@@ -1,4 +1,4 @@
-"""The parts of a causal language model, each usable by itself: decoder, output head, cache.
+"""The parts of a causal language model, each usable alone: decoder, output head, cache.
 
 Log-probabilities are then computed where they are needed and nowhere else, and a prompt's keys and values are computed
 once for all of its completions. Whether a model can be opened so is found out by trying: `klamp.scoring.probe`.
@@ -37,7 +37,7 @@ class Traits:
     sharing: Sharing = "no"
     """Whether the model's cache can be shared by completions of one prompt: not, without gradient, or with it."""
     positions: Positions = "tokens"
-    """What a position that the model is told counts: tokens alone, or padding too; a choice of the caller."""
+    """What a position id counts: tokens alone, or padding too; the caller's choice."""
 
 
 class OutputHead(NamedTuple):
@@ -65,7 +65,7 @@ class Predictions:
     """What a model predicts at some positions: hidden states with the head they belong to, or logits."""
 
     values: Tensor
-    """[..., H] hidden states, or [..., V] logits where there is no head."""
+    """[..., H] hidden states; without a head [..., V] logits."""
     head: OutputHead | None
 
     @property
@@ -85,8 +85,8 @@ class Predictions:
 
 @dataclass(frozen=True, kw_only=True)
 class Told(Predictions):
-    """What a server says of some positions: [..., K + 1, 2] the ids of its K likeliest tokens and of the one that is
-    there, each with its log-probability; an id of -1 where it gave fewer. Float32 holds every id below 16.7 million."""
+    """A server's numbers at some positions: [..., K + 1, 2] the ids of its K likeliest tokens and of the sampled
+    token, each with its log-probability; id -1 if it returned fewer. Float32 holds every id below 16.7 million."""
 
     @property
     def entries(self) -> int:
@@ -94,7 +94,7 @@ class Told(Predictions):
         return 0
 
     def logprobs(self, ids: Tensor) -> Tensor:
-        """The log-probabilities of some of the tokens that it told of, [N, M]; of another it is -inf."""
+        """The log-probabilities of given token ids, [N, M]; -inf for ids that the server did not return."""
         same = ids[:, :, None] == self.values[:, None, :, 0].long()
         return torch.where(same, self.values[:, None, :, 1], -torch.inf).amax(-1)
 
@@ -142,7 +142,7 @@ def divergence(policy: Predictions, ref: Predictions, *, temperature: float, dir
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixKL:
-    """A KL that is summed at each prefix: over the vocabulary, or over a head of it and a tail (`topk_kl`)."""
+    """A KL summed at each prefix: over the vocabulary, or over a head and a tail (`topk_kl`)."""
 
     direction: Direction = "reverse"
     top_k: int | None = None
@@ -178,8 +178,8 @@ def head_kl(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The KL to a teacher over a head of tokens at N positions, in nats, with gradient, [N]; and `HEAD`'s metrics.
 
-    `scored` is one walk of the policy: its likeliest tokens, `theirs` (any token in the place of -1), the target.
-    `theirs` [N, K] are the ids of the teacher's likeliest, -1 where the policy has none such, [N, 0] for the student's
+    `scored` is one walk of the policy: its likeliest tokens, `theirs` (any token instead of -1), the target.
+    `theirs` [N, K] are the ids of the teacher's likeliest, -1 for ids that the policy lacks, [N, 0] for the student's
     head. `log_weight` is log(policy / sampler) of the targets, detached.
     """
     count = scored.ids.shape[1] - 1 - theirs.shape[1]
@@ -206,7 +206,7 @@ def head_kl(
 
 @torch.no_grad()
 def top_ids(predictions: Predictions, k: int, entries: int) -> Tensor:
-    """The ids of the likeliest tokens at each position, all there are where there are no k. [N, ...] -> [N, K]
+    """The ids of the k likeliest tokens at each position, or of all if there are fewer. [N, ...] -> [N, K]
 
     An id from `entries` on, where the other model's vocabulary ends, is -1.
     """
@@ -228,7 +228,7 @@ def prefix_divergence(
     log_weight: Tensor | None = None,
     walk: tuple[TokenScores, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The KL to a teacher at N positions, in nats, with gradient in the policy, [N]; and what is seen of it, as `HEAD`.
+    """The KL to a teacher at N positions, in nats, with gradient in the policy, [N]; and the metrics of `HEAD`.
 
     `targets` [N] are the sampled tokens, `log_weight` their log(policy / sampler), detached; None: 0. `walk`: what
     `head_kl` takes, where the policy's vocabulary has been walked already.
@@ -245,7 +245,7 @@ def prefix_divergence(
 
 
 def rows_of(layer: nn.Linear | nn.Embedding) -> int:
-    """The rows of a layer's whole weight, in whose place DeepSpeed's ZeRO-3 leaves an empty one."""
+    """The rows of a layer's whole weight; DeepSpeed's ZeRO-3 leaves an empty tensor instead."""
     return int(getattr(layer.weight, "ds_shape", layer.weight.shape)[0])
 
 
@@ -263,7 +263,7 @@ def check_same_vocabulary(
         raise ModelError(
             f"the {who} has another vocabulary than the policy",
             got=f"{who} {theirs}, policy {ours}",
-            why="log-probabilities of the same token ids would speak of different tokens",
+            why="equal token ids would mean different tokens",
             fix=f"use a {who} of the same model family"
             + f", or cut the policy's padding with resize_token_embeddings({theirs})" * (theirs < ours),
         )
@@ -272,16 +272,16 @@ def check_same_vocabulary(
 def check_whole(loaded: Mapping[str, Iterable[str]], *, folder: str, spare: bool = True) -> None:
     """Refuse weights that are not all from a model's files: a loader fills with random numbers what is not there.
 
-    `loaded` is transformers' own: under `missing_keys` the model's tensors that are not in the files (what is tied to
-    another one, or computed, is none), under `unexpected_keys` those that the model has no place for, which a file may
-    have to spare, as of a head that the model does not use.
+    `loaded` is transformers' report: `missing_keys` are the model's tensors that the files lack (tied and computed
+    tensors do not count), `unexpected_keys` the files' tensors that the model lacks, such as the weights of a head
+    that the model does not use.
     """
     lacks, left = (sorted(loaded.get(name, ())) for name in ("missing_keys", "unexpected_keys"))
     if lacks or (left and not spare):
         parts = {"missing": lacks, "without a place in the model": left}
         lists = (f"{what}: {brief(', '.join(names))}" for what, names in parts.items() if names)
         raise ModelError(
-            "the weights are not those of the model",
+            "the weights do not belong to the model",
             got="; ".join((folder, *lists)),
             why="a missing tensor would be random numbers, trained and measured as if they were the model's",
             fix="get the whole folder again; a tensor under another name has to have the one that the model gives it",
@@ -298,7 +298,7 @@ def head_of(causal: nn.Module) -> OutputHead | None:
 
 
 def _logit_scale(config: Any) -> float:
-    """What a model multiplies its logits by, whatever its architecture calls it."""
+    """The factor of a model's logits, under the name of its architecture."""
     factors = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
     return next((float(factor) for factor in factors if factor), 1 / (getattr(config, "logits_scaling", None) or 1.0))
 
@@ -368,7 +368,7 @@ class OpenedModel:
 
 
 def cache_name(model: nn.Module) -> str:
-    """The argument by which a model takes a cache: transformers 5.24 has renamed it, its older models have not."""
+    """The argument by which a model takes a cache: transformers 5.24 renamed it, except in its older models."""
     return "cache" if takes(model, "cache") else "past_key_values"
 
 
@@ -438,7 +438,7 @@ class RoomyLayer(DynamicLayer):
 def cache_rows(cache: Any, rows: Tensor, *, room: int = 0) -> Any:
     """A copy of a cache of transformers with some of its rows, each as often as asked for.
 
-    `room`: tokens that will be appended to it at most, without gradient; 0: with gradient, or nobody knows.
+    `room`: the most tokens that will be appended, without gradient; 0: with gradient, or unknown.
     """
     copied = copy.copy(cache)
     copied.layers = [_layer_rows(layer, rows, room) for layer in cache.layers]

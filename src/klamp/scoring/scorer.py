@@ -183,7 +183,7 @@ class _Pieces:
         self.noted.setdefault(name, []).append((values, places))
 
     def _among(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Which positions lie in some rows, and their places once the other rows are left out."""
+        """Which positions belong to some rows, and their places without the other rows."""
         length = self.completions.ids.shape[1]
         row = places // length
         at = rows[row].nonzero()[:, 0]
@@ -191,7 +191,7 @@ class _Pieces:
         return at, rank[row[at]] * length + places[at] % length
 
     def _pair(self, rows: Tensor, other: Predictions, policy: Predictions, places: Tensor) -> Pair | None:
-        """Which positions lie in some rows, and the policy's and another model's predictions there; None: none do."""
+        """Which positions belong to some rows, with the policy's and another model's predictions; None: no position."""
         at, where = self._among(rows, places)
         if not len(at):
             return None
@@ -201,7 +201,7 @@ class _Pieces:
 
     @staticmethod
     def _likeliest(pairs: Sequence[tuple[TeacherKL, Pair]], targets: Tensor, entries: int) -> Tensor:
-        """The likeliest tokens of each position's teacher, [N, K]; [N, 0] where no head is made of them."""
+        """The likeliest tokens of each position's teacher, [N, K]; [N, 0] without a head."""
         k = max((kl.how.top_k or 0 for kl, _ in pairs if kl.how.head != "student"), default=0)
         likeliest = targets.new_full((len(targets), k), -1)
         for _, (at, _, teacher) in pairs if k else ():

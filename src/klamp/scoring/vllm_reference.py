@@ -2,8 +2,8 @@
 
 A sequence is sent to `/v1/completions` as a prompt of token ids with `prompt_logprobs`; the numbers of its tokens, and
 of the k likeliest at each place where a head is asked for, come back with their ids. One token is generated and thrown
-away. The numbers are those of the model itself: no temperature, penalty or truncation of a request or of the server's
-defaults enters them. `connect` checks such a server before any work.
+away. The numbers come from the plain model: no temperature, penalty or truncation of a request or of the server's
+defaults changes them. `connect` checks such a server before any work.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ABOVE_ZERO = 1e-3
 LOWEST = torch.finfo(torch.float32).min
 
 Entry = dict[str, dict[str, Any]] | None
-"""What a server says of one position: a token's id -> its log-probability and rank; of the first position nothing."""
+"""A server's answer at one position: a token's id -> its log-probability and rank; None at the first position."""
 Who: TypeAlias = Literal["reference", "teacher"]
 Place = list[tuple[int, float]]
 """Of one position the ids and log-probabilities of the likeliest tokens, by rank, and of the one that is there."""
@@ -63,7 +63,7 @@ class VLLMReference:
     Args:
         url: where the server listens, without `/v1`.
         name: the model's name at the server.
-        top_k: how many of its likeliest tokens it is asked for at each position; None: no head is made of them.
+        top_k: how many of its likeliest tokens to ask for at each position; None: no head.
         vocabulary: how many tokens the policy's tokenizer has; None: unknown.
     """
 
@@ -84,7 +84,7 @@ class VLLMReference:
     def score_tokens(
         self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float
     ) -> list[list[Place]]:
-        """What the server says of every token of some completions, each behind the ids of its prompt."""
+        """The server's numbers for every token of some completions, each behind the ids of its prompt."""
         if temperature != 1:
             raise ConfigError(
                 "a vLLM server scores at temperature 1 only",
@@ -101,7 +101,7 @@ class VLLMReference:
         return [row[len(row) - len(tokens) :] for row, tokens in zip(rows, completions, strict=True)]
 
     def entries(self, prompts: Sequence[list[int]] | Sequence[str], top_k: int = 0) -> list[list[Entry]]:
-        """What the server says of every position of some prompts, given as ids or as texts."""
+        """The server's answers at every position of some prompts, passed as ids or as texts."""
         settings = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k, "add_special_tokens": False}
         answer = ask(f"{self.url}/v1/completions", {"model": self.name, "prompt": list(prompts), **settings})
         try:
@@ -137,7 +137,7 @@ class VLLMReference:
         return [[(token, -math.inf if number <= FORBIDDEN else number) for token, number in place] for place in places]
 
     def _place(self, token: int, entry: dict[str, dict[str, Any]]) -> Place:
-        """The k likeliest by rank: the token itself is told too, and is one of them only if its rank says so."""
+        """The k likeliest by rank; the server also returns the token itself, which may rank lower."""
         best = sorted((row["rank"], int(name), row["logprob"]) for name, row in entry.items()) if self.top_k else []
         head = [(name, number) for rank, name, number in best if rank <= self.top_k]
         if len(head) < min(self.top_k, len(entry)) or (best and {str(abs(name)) for _, name, _ in best} != {*entry}):
@@ -229,7 +229,7 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
             raise ModelError(
                 "the server has another tokenizer than the policy",
                 got=f"{text[:80]!r}: {other[:12]} at the server, {list(mine[1:13])} here (after the first)",
-                why="log-probabilities of the same token ids would speak of different tokens",
+                why="equal token ids would mean different tokens",
                 fix="serve a model of the same family with the policy's tokenizer (vLLM: --tokenizer)",
             )
 

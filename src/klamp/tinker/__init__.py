@@ -1,4 +1,4 @@
-"""The KL layer for the Tinker SDK: datums, reference log-probabilities, the loss, one forward-backward of it.
+"""The KL layer for the Tinker SDK: datums, reference log-probabilities, the loss, one forward-backward pass.
 
     build_datum, compute_reference_logprobs     before the step; of a teacher with a head: compute_teacher_head
     forward_backward_kl, compute_grpo_kl_loss   the step

@@ -121,7 +121,7 @@ def follow(kl: KLConfig, loss: LossConfig, world: Scene, teacher: TeacherConfig 
         gradient, divided_by = expected_step(kl, loss, moved, teacher)
         metric = prefix_probs(moved.chain, "policy").detach()[:, None] * logits.exp()  # of the policy's probabilities
         pull = divided_by / coefficients * gradient / metric
-        # Not of what is taken of it, so that a small rate is not a standstill; a shift of a whole row changes nothing.
+        # Before the learning rate, so that a small rate is not a standstill; a shift of a whole row changes nothing.
         size = (pull - (logits.exp() * pull).sum(-1, keepdim=True)).abs().amax().item()
         if size < STILL or not math.isfinite(size) or (logits - start).abs().amax() > FAR:
             break
@@ -143,8 +143,8 @@ def expected_step(
 ) -> tuple[Tensor, float]:
     """The gradient of a step in expectation over all groups, [prefixes, vocab], and the divisor of its KL.
 
-    The batch is large: means over tokens divide by the expected length. Every completion stands in it once; how much of
-    it reaches the update, in the mean over the groups that it may be in, is its weight.
+    The batch is large: means over tokens divide by the expected length. Every completion is in it once; its weight
+    is the share that reaches the update, in the mean over its possible groups.
     """
     outcomes, objective = world.outcomes, build_objective(kl, loss, max_length=world.chain.length, teacher=teacher)
     count, none = float(len(outcomes.probs)), torch.zeros_like(world.rewards)
@@ -269,7 +269,7 @@ def ends(term: str, loss: str) -> tuple[End, ...]:
 
 
 def _judge_end(term: str, name: str) -> tuple[str, list[Check]]:
-    """What the table says of a configuration, and the checks of what klamp claims of it."""
+    """The table's row of a configuration, and the checks of klamp's claims about it."""
     kl, loss = TERMS[term], LOSSES[name]
     if kl.kl_placement == "reward" and loss.scale == "std":
         return "refused", []
@@ -292,7 +292,7 @@ def answer_convergence() -> ProvenAnswer:
     checks = [check for cells in judged.values() for _, checks in cells for check in checks]
     table = TextTable(
         title="distance to the optimum, KL(policy||optimum) in nats, the largest of 1, 3 and 6 tokens (with std: "
-        "to that of the price that fits best)",
+        "to the optimum of the price that fits best)",
         columns=("KL, beta 0.2", *LOSSES),
         rows=tuple((term, *(cell for cell, _ in cells)) for term, cells in judged.items()),
     )
@@ -306,8 +306,8 @@ def answer_convergence() -> ProvenAnswer:
             "KL(policy||ref); the distances of the others are what they are.",
             "A KL in the reward, without division by the standard deviation, ends there under every reduction. A KL in "
             "the loss or the advantage does so over the sequence, where no completion is divided by its own length. "
-            "The token horizon leaves out what a token does to the KL of later ones, and ends further away than it was "
-            "told; k1 as a loss never stands still.",
+            "The token horizon leaves out what a token does to the KL of later ones, and ends further away than "
+            "asked; k1 as a loss never stands still.",
         ),
     )
 

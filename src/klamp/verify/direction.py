@@ -43,7 +43,7 @@ def reversed_form(y: Outcomes) -> Tensor:
 
 def draw(chain: Chain, loss: Loss, *, samples: int, seed: int) -> tuple[float, float]:
     """Mean of a formula (summed over tokens) over so many completions drawn from the chain's sampler, and its standard
-    error: from the exact variance, since samples that miss a rare token do not know of it.
+    error: from the exact variance, since samples that miss a rare token underestimate it.
     """
     outcomes, generator = enumerate_outcomes(chain), torch.Generator().manual_seed(seed)
     drawn = torch.multinomial(outcomes.probs, samples, replacement=True, generator=generator)
@@ -71,7 +71,7 @@ def answer_direction(*, samples: int = SAMPLES) -> ProvenAnswer:
             "As a value it is right: with tokens of the policy its mean is KL(policy||ref), without bias. The reversed "
             "formula estimates neither KL: its mean is the chi-squared divergence minus KL(policy||ref). With tokens "
             "of the reference it would estimate KL(ref||policy), value and gradient.",
-            "As a loss it is not what its value says: differentiated, its expected gradient is that of "
+            "As a loss it does not follow its value: differentiated, it has the expected gradient of "
             "KL(ref||policy), the other direction. It does pull towards the reference, but not along what is logged.",
             "Tokens of an older policy (the second update of a rollout, or a sampler that lags behind): the printed "
             "formula is biased until it is weighted by w = policy/sampler. Differentiated together with w it follows "

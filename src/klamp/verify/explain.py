@@ -223,7 +223,7 @@ def _explain_kl(kl: KLConfig, loss: LossConfig, setting: Setting) -> tuple[str, 
 
 
 def _explain_teacher(loss: LossConfig, setting: Setting, teacher: TeacherConfig) -> tuple[str, list[Line]]:
-    """Verdict and lines of the KL to a teacher, which a KL to the reference may stand beside."""
+    """Verdict and lines of the KL to a teacher, with or without a KL to the reference."""
     facts = measure_config(teacher, loss)
     head = " (a head of 1 in these worlds)" * (teacher.teacher_estimator == "topk" and teacher.teacher_top_k > 0)
     lines = [("teacher", f"{describe_teacher(teacher)}{head}"), *_measured(teacher, facts)]
@@ -255,7 +255,7 @@ def _explain_end(kl: KLConfig, loss: LossConfig, setting: Setting, teacher: Teac
 
 
 def _measured(anchor: KLConfig | TeacherConfig, facts: ConfigFacts) -> list[Line]:
-    """What the KL to an anchor does by itself; the policy's own tokens say nothing of the sampler."""
+    """What the KL to an anchor does alone; the policy's own tokens cannot show the sampler."""
     term, direction = anchor.build_term(), "reverse" if isinstance(anchor, KLConfig) else anchor.teacher_direction
     older = facts.off_policy.in_words(_bounds(term, weighed=True)) + _advice(term, facts)
     lines = {
@@ -296,7 +296,7 @@ def verdict_of(facts: ConfigFacts, reduction: str, *, proximal: bool = False, up
 
 def _value(term: KLTerm, facts: ConfigFacts, direction: Direction) -> str:
     if math.isnan(facts.value_bias):
-        where = f"it stands in the {term.placement}, not in the loss"
+        where = f"it is in the {term.placement}, not in the loss"
         return f"{term.value}, an unbiased sample of KL(policy||ref){_bounds(term)}; {where}"
     right = abs(facts.value_bias) < 1e-9
     off = "unbiased for" if right else f"{100 * facts.value_bias:+.1f} % off, in the worlds measured,"
@@ -319,7 +319,7 @@ def _advice(term: KLTerm, facts: ConfigFacts) -> str:
     if facts.off_policy.follows.factor or facts.off_policy.follows.name == "zero":
         return ""
     if term.placement == "reward":
-        return "; the KL in it is that of the policy that sampled, and goes stale with every further update"
+        return "; its KL belongs to the policy that sampled, and goes stale with every further update"
     if term.placement == "advantage":
         return ""
     proximal = term.anchor == "sampler" and term.gradient in ("reverse", "forward")

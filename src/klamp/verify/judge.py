@@ -1,7 +1,7 @@
 """Judging a KL function that somebody else wrote or printed: what it estimates, whose gradient it has.
 
 A `KLFunction` maps the log-probabilities of sampled tokens under policy and reference, both `[B, T]`, to one number
-per token, `[B, T]`; whatever a trainer calls its per-token KL can be brought into that form. `judge` runs it through
+per token, `[B, T]`; any trainer's per-token KL fits this form. `judge` runs it through
 the enumeration oracle in float64, with tokens sampled from the policy:
 
     >>> import torch
@@ -62,8 +62,8 @@ def judge(function: KLFunction, *, use: Use = "loss") -> Judgement:
 
     Sampler: tokens come from the policy, and are enumerated, so that there is no sampling error.
     Value: E_policy[f] against KL(policy||ref) and KL(ref||policy).
-    Gradient: with use `loss` that of E_policy[f], the tokens held fixed, as a trainer has it; with use `reward` that of
-    the score function, E_policy[sg(f) grad log policy]. Descending it lowers what it is the gradient of.
+    Gradient: with use `loss` the gradient of E_policy[f] at fixed tokens, as in a trainer; with use `reward` the score
+    function's, E_policy[sg(f) grad log policy]. Descending it lowers the quantity that it follows.
 
     Args:
         function: (policy_logprobs [B, T] with gradient, ref_logprobs [B, T]) -> [B, T].
@@ -175,7 +175,7 @@ class PrintedForm(NamedTuple):
     document: str  # where it is printed; see docs/sources.md
     prints: str
     function: KLFunction | None  # of log policy and log ref, token by token; None: the sum over the whole vocabulary
-    instead: str  # what it is in klamp, and how to have what is wanted there
+    instead: str  # its name in klamp, and how to get the intended KL there
     use: Use = "loss"  # differentiated as a loss, or taken from the reward
 
     @property

@@ -161,7 +161,7 @@ def examine_config(
 
 
 def _plain(objective: Objective) -> Objective:
-    """The objective as a plain sum over each completion, that of its KL terms too."""
+    """The objective as a plain sum over each completion, its KL terms included."""
     (beta, term), *others = objective.terms
     terms = (Weighted(beta, dataclasses.replace(term, normalizer="sequence_sum")), *others)
     return dataclasses.replace(objective, reduction="sequence_sum", terms=terms)
@@ -177,7 +177,7 @@ def scores_of(
 ) -> dict[str, Tensor]:
     """What a batch holds of every completion; at beta 0 no reference. [outcomes, tokens]
 
-    Named as the fields of `Batch`, and ANCHOR.FIELD for those of an anchor's `Scored`.
+    Named as the fields of `Batch`, and ANCHOR.FIELD for the fields of an anchor's `Scored`.
     """
     scores = {
         "policy_logprobs": scored.policy_logprobs,
@@ -213,7 +213,7 @@ def batch_of(scores: Mapping[str, Tensor], **options: Any) -> Batch:
 
 
 def teacher_kl(y: Outcomes, teacher: TeacherConfig) -> Float[Tensor, "outcomes tokens"]:
-    """The KL to the teacher at each sampled prefix, over the vocabulary or a head of it, with gradient to the chain."""
+    """The KL to the teacher at each sampled prefix, over the vocabulary or a head, with gradient to the chain."""
     direction = teacher.teacher_direction
     if teacher.teacher_estimator == "exact":
         return exact_kl(y.policy_logits, y.teacher_logits, direction=direction)
@@ -237,10 +237,10 @@ def teacher_kl(y: Outcomes, teacher: TeacherConfig) -> Float[Tensor, "outcomes t
 def _take_steps(
     scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, teacher: TeacherConfig | None = None
 ) -> tuple[Float[Tensor, " groups"], Float[Tensor, " groups"] | None]:
-    """The loss of every group, with gradient to the chain, and the share of it that is over budget where there is one.
+    """The loss of every group, with gradient to the chain, and its share over the budget, if a budget is set.
 
-    As a trainer forms it: the gate and the advantages before the update, then the loss. What carries a gradient is cut
-    off the chain, so that one backward pass leaves each group's gradient in its own rows, and joined to it again.
+    As a trainer forms it: the gate and the advantages before the update, then the loss. Tensors with a gradient are
+    cut off the chain, so that one backward pass leaves each group's gradient in its own rows, and then joined again.
     """
     rows, _ = scene.groups
     scores = {name: x[rows] for name, x in scores_of(scene.outcomes, objective, kl, teacher).items()}

@@ -53,7 +53,7 @@ IN_WORDS: Mapping[str, str] = {
 
 
 def say_of(who: str, text: str) -> str:
-    """A sentence about the reference, said of another anchor."""
+    """A sentence about the reference, reworded for another anchor."""
     return re.sub(r"\bref(?=\b|_)", who, text)
 
 
@@ -136,8 +136,8 @@ def local_kl(
 ) -> Float[Tensor, ""]:
     """The mean KL of single positions, sum_s P(s) KL_s, with the probabilities of prefixes held fixed.
 
-    `js` is half the KL of each to their mean. At the policy's own prefixes the value of `reverse` is that of whole
-    completions (chain rule), yet its gradient lacks the future terms.
+    `js` is half the KL of each to their mean. At the policy's own prefixes `reverse` has the value of whole
+    completions (chain rule), but its gradient lacks the future terms.
     """
     policy, ref = chain.logprobs("policy"), chain.logprobs("ref")
     if direction == "js":
@@ -240,7 +240,7 @@ def name_gradient(gradients: Sequence[Tensor], worlds: Sequence[Truths], *, tole
     Args:
         gradients: the measured gradient of each world.
         worlds: the known gradients of each world, under the same names; "reverse" must be among them.
-        tolerance: largest relative distance that still counts as the same.
+        tolerance: largest relative distance that still counts as equal.
     """
     measured = _joined(gradients)
     if measured.norm() <= tolerance * _joined([known["reverse"] for known in worlds]).norm():
@@ -274,13 +274,13 @@ class Pull(NamedTuple):
 
     @property
     def direction(self) -> str:
-        """How well the gradient points along that of KL(policy||ref), in each of the worlds measured."""
+        """How well the gradient points along the gradient of KL(policy||ref), in each measured world."""
         low, high = (f"{cosine:.3f}" for cosine in self.cosines)
         return f"cosine {low if low == high else f'{low} to {high}'} with KL(policy||ref) in the worlds measured"
 
 
 def pull_of(gradients: Sequence[Tensor], worlds: Sequence[Truths], *, tolerance: float = 1e-7) -> Pull:
-    """Compares measured gradients, one per world, with those of both KLs; takes what `name_gradient` takes."""
+    """Compares measured gradients, one per world, with both KLs' gradients; arguments as in `name_gradient`."""
     follows = name_gradient(gradients, worlds, tolerance=tolerance)
     if follows.name == "zero":
         gradients = [torch.zeros_like(gradient) for gradient in gradients]

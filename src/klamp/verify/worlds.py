@@ -31,7 +31,7 @@ MAX_OUTCOMES = 20_000
 class Outcomes(NamedTuple):
     """Every completion that can be sampled, as a batch with one row each; padding holds 0, in `tokens` -1.
 
-    Log-probabilities are those of the sampled tokens, logits the whole rows at their prefixes; the policy's carry the
+    Log-probabilities belong to the sampled tokens, logits are the whole rows at their prefixes; the policy's have the
     gradient. On-policy the sampler's are the policy's, detached.
     """
 
@@ -48,12 +48,12 @@ class Outcomes(NamedTuple):
 
     @property
     def log_ratio(self) -> Float[Tensor, "outcomes tokens"]:
-        """log(policy / ref) of each sampled token, in nats; carries the gradient."""
+        """log(policy / ref) of each sampled token, in nats; has the gradient."""
         return self.policy_logprobs - self.ref_logprobs
 
     @property
     def weight(self) -> Float[Tensor, "outcomes tokens"]:
-        """policy / sampler of each sampled token; carries the gradient."""
+        """policy / sampler of each sampled token; has the gradient."""
         return (self.policy_logprobs - self.sampler_logprobs).exp()
 
 
@@ -109,7 +109,7 @@ class Chain:
         return self.sampler_logits is None
 
     def logits(self, who: Who) -> Table:
-        """The table of logits of one of the models; only the policy's carries a gradient."""
+        """The table of logits of one of the models; only the policy's has a gradient."""
         if who == "sampler":
             return self.policy_logits.detach() if self.sampler_logits is None else self.sampler_logits
         if who == "teacher" and self.teacher_logits is not None:
@@ -163,7 +163,7 @@ def truncate_top_p(logits: Float[Tensor, "*rows vocab"], top_p: float) -> Float[
     """Nucleus sampling: -inf outside the smallest set of likeliest tokens whose mass reaches `top_p`."""
     if not 0.0 < top_p <= 1.0:
         why, fix = "it is the mass that stays", "use 1.0 for no truncation"
-        raise ConfigError("top_p must lie in (0, 1]", got=top_p, why=why, fix=fix)
+        raise ConfigError("top_p must be in (0, 1]", got=top_p, why=why, fix=fix)
     ordered, order = torch.sort(torch.softmax(logits.detach(), dim=-1), dim=-1, descending=True)
     dropped = ordered.cumsum(dim=-1) - ordered >= top_p
     return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)

@@ -97,7 +97,7 @@ def test_stripping_a_mask_takes_the_advantages_that_it_hid():
                 "mask": [1],
             }.items()
         ),
-        ({"logprobs": [-0.5, None]}, DataError, "logprobs is no row of numbers"),
+        ({"logprobs": [-0.5, None]}, DataError, "logprobs is not a row of numbers"),
         ({"prompt": [5, 1.5, 7]}, DataError, r"^prompt must hold token ids\n  got: 1.5 \(float\) at position 1"),
         ({"response": torch.tensor([8.0, 9.0])}, DataError, r"^response must hold token ids\n  got: 8.0"),
         ({"response": [8, -100]}, DataError, "got: -100"),
@@ -172,7 +172,7 @@ def test_what_is_no_list_of_datums_is_refused(data: Any) -> None:
             for name in ("advantages", "logprobs", "ref_logprobs", "mask")
         ),
         ({"target_tokens": torch.zeros(1, 3)}, ShapeError, "datum 0: target_tokens does not have one number"),
-        ({"logprobs": [0.0, None, -1.0]}, DataError, "datum 0: logprobs is no row of numbers"),
+        ({"logprobs": [0.0, None, -1.0]}, DataError, "datum 0: logprobs is not a row of numbers"),
         ({"logprobs": torch.tensor([0.0, float("nan"), -1.0])}, NonFiniteError, "datum 0: logprobs holds"),
         ({"ref_logprobs": torch.tensor([0.0, 0.5, -1.0])}, DataError, "datum 0: ref_logprobs holds"),
         ({"advantages": torch.tensor([0.0, float("inf"), 1.0])}, NonFiniteError, "datum 0: an advantage is"),

@@ -111,9 +111,9 @@ def test_verls_own_names_in_words(name: str, value: str, gradient: str) -> None:
         ({"adv_estimator": "rloo"}, "0.04 reward per nat of a whole completion"),
         ({"adv_estimator": "gae"}, "unknown: adv_estimator=gae"),
         ({"policy_loss": {"loss_mode": "gspo"}}, "unknown: loss_mode=gspo"),
-        ({"kl_loss_type": "kl"}, "none: its gradient is that of no KL"),
+        ({"kl_loss_type": "kl"}, "none: its gradient follows no KL"),
         ({"use_kl_loss": False, "use_kl_in_reward": True}, "0.001 reward per nat of a whole completion"),
-        ({"use_kl_loss": False, "use_kl_in_reward": True, "kl_penalty": "abs"}, "none: its gradient is that of no KL"),
+        ({"use_kl_loss": False, "use_kl_in_reward": True, "kl_penalty": "abs"}, "none: its gradient follows no KL"),
     ],
 )
 def test_the_price_of_beta_or_why_it_is_unknown(changes: dict[str, Any], price: str) -> None:

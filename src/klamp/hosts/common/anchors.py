@@ -167,7 +167,7 @@ def check_tokens(
                 f"the {who} has another tokenizer than the policy",
                 got=f"{numbers['tokens']} of {numbers['of']} tokens have another id at {name}, the first "
                 f"{numbers['first']!r}",
-                why="log-probabilities of the same token ids would speak of different tokens",
+                why="equal token ids would mean different tokens",
                 fix=finding.fix or f"use a {who} of the same model family",
             )
         if finding.code in ("end-id", "templates-differ"):

@@ -1,4 +1,4 @@
-"""The penalty of a micro-batch, and the coefficient that carries it into a loss that the host computes itself."""
+"""The penalty of a micro-batch, and the coefficient that puts it into the host's own loss."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ShiftedInputs(dict[str, Any]):
 
 
 class Coefficient(float):
-    """A host's beta whose product with a per-token KL is beta times klamp's penalty, [B, T], in the place of both."""
+    """A host's beta: multiplied by any per-token KL, it gives beta times klamp's penalty, [B, T]."""
 
     uses: int
     _penalty: Callable[[], Tensor]

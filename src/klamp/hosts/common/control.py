@@ -1,4 +1,4 @@
-"""beta from one optimizer step to the next, in every trainer, and what a checkpoint must hold of it."""
+"""Updates beta between optimizer steps, in every trainer, and saves its state in the checkpoint."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def check_kl(kl: float) -> None:
         raise NonFiniteError(
             "the KL of this step is not finite",
             got=f"{kl} nats per token, before the optimizer step was taken",
-            why="a NaN is in the loss too, and would be in the weights next; an infinite KL is that of a token which "
-            "the policy cannot have sampled. beta cannot follow either",
+            why="a NaN is also in the loss and would reach the weights; an infinite KL means a token that the policy "
+            "cannot have sampled. beta can follow neither",
             fix="continue from the newest checkpoint; look at kl/log_ratio_max and the sampler against the trainer in "
             "the steps before, compare weights, tokens, mask and data types of sampler, policy and reference, or lower "
             "the learning rate",
@@ -89,7 +89,7 @@ def warn_few_prompts(kl: KLConfig, prompts: float) -> None:
 
 
 RESUMED = 10.0
-"""How many times larger or smaller the KL of the first step after a resume must be to speak of another reference."""
+"""How many times larger or smaller the first KL after a resume must be to suggest another reference."""
 
 
 def resumed_text(before: float, after: float) -> str:
@@ -99,8 +99,8 @@ def resumed_text(before: float, after: float) -> str:
         return ""
     return (
         f"The KL is {after:.3g} nats per token in the first step after the resume, and was {before:.3g} in the last "
-        "one before it. Most likely the reference is another model than it was, or the policy not that of the "
-        "checkpoint. Resume with the model and the reference that the run was started with."
+        "one before it. Most likely the reference is another model, or the policy is not the "
+        "checkpoint's. Resume with the model and the reference that started the run."
     )
 
 
@@ -114,8 +114,8 @@ class KLControl:
         self.asked: Mapping[str, Any] = {"name": kl.controller_name, **asdict(self.controller)}
         # in tokens, where the data gives none; None: not measured yet
         self.reference_length: float | None = kl.kl_reference_length
-        self.last_kl: float | None = None  # the KL that was taken in last
-        self.kl_before: float | None = None  # that of a checkpoint's last step, until the first step after the resume
+        self.last_kl: float | None = None  # the newest KL
+        self.kl_before: float | None = None  # KL of the checkpoint's last step, until the first step after the resume
 
     def beta(self, step: int, total_steps: int) -> float:
         """The coefficient in force at a step, from 0."""
@@ -172,7 +172,7 @@ class KLControl:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state, as it is configured now.
+        """Continue from a saved state, with the present configuration.
 
         A fixed beta is the configured one. Another controller goes on where it was, if rule, beta and target are as
         they were; else it begins anew: at the configured beta if that has changed, else at the beta in force. It lands

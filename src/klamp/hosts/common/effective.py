@@ -50,11 +50,11 @@ class EffectiveTerm:
     def to_teacher(cls, teacher: TeacherConfig, *, who: str, coefficient: float) -> EffectiveTerm:
         """klamp's term of a KL to a teacher: whose scores, and the coefficient in force."""
         gradient = f"{teacher.build_term().gradient}, per {teacher.teacher_horizon}"
-        off = "not that of " if teacher.teacher_estimator == "topk" and teacher.teacher_tail != "sampled" else ""
+        off = "not " if teacher.teacher_estimator == "topk" and teacher.teacher_tail != "sampled" else ""
         return cls(
             term=f"klamp's, to the teacher: {who}",
             beta=coefficient,
-            price="that of beta, at the same placement and average",
+            price="like beta's, at equal placement and average",
             controller=f"teacher_schedule={teacher.teacher_schedule!r}",
             value=describe.describe_teacher_value(teacher),
             gradient=f"{gradient}: {off}{describe.TAUGHT[teacher.teacher_direction]}",

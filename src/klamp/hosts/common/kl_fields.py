@@ -85,7 +85,7 @@ PASSED = "the model passed as teacher_model"
 
 
 def teacher_config(args: Any) -> TeacherConfig | None:
-    """The KL to a teacher that a host's arguments describe; None: no field of it is set."""
+    """The KL to a teacher in a host's arguments; None: no teacher field is set."""
     values = touched(args, TeacherConfig)
     if values and not {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"} & {*values}:
         values["teacher_model"] = PASSED

@@ -29,7 +29,7 @@ class Alone:
     process_index = 0
 
     def gather(self, x: Tensor, **_: Any) -> Tensor:
-        """What all processes have, or the sum of it, or what is padded to the longest: the same."""
+        """The values of all processes, their sum, or padded values: unchanged in a single process."""
         return x
 
     reduce = pad_across_processes = gather
@@ -133,7 +133,7 @@ def _measured(generation: Generation) -> float:
         raise ConfigError(
             "the reference length cannot be measured",
             got=f"KL {distance:.2e} nats per token between policy and reference at the first generation batch",
-            why="the length is taken from the first completions, as a sample of the reference; they are none of it",
+            why="the length is measured on the first completions, and the reference did not sample them",
             fix="set kl_reference_length, or give the data a column reference_length (tokens)",
         )
     return length / count

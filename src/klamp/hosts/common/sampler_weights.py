@@ -24,7 +24,7 @@ RAW, TRUNCATED, HIDDEN = "temperature 1", "truncated", "prompt hidden"
 NO_ADAPTER, START, START_HEAD = "adapter off", "weights of the start", "head of the start"
 
 SAME = 1e-3
-"""Mean difference in nats per token within which two numbers are the same; float32 kernels differ by 1e-6."""
+"""Largest mean difference (nats per token) that counts as equal; float32 kernels differ by 1e-6."""
 COARSE = 0.1
 """Nats per token, mean size, that data types may explain; bfloat16 against float32 was .02 to .07."""
 NEARER = 3.0
@@ -44,7 +44,7 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
     START_HEAD: ("it has the new weights and the output head of the start: a tied head that a reload leaves stale",
                  "it scores with the output head of the start"),
 }  # fmt: skip
-"""Reading -> what it means if the log-probabilities are those of the sampler, or of the trainer."""
+"""Reading -> its meaning if the sampler's log-probabilities match it, or the trainer's do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Reported:
 
     @property
     def is_right(self) -> bool:
-        """Whether the numbers are those of the weights, as far as data types and kernels allow."""
+        """Whether the numbers match the weights, as far as data types and kernels allow."""
         return self.nearest == WEIGHTS and self.gaps[WEIGHTS] <= COARSE
 
     @property
@@ -131,7 +131,7 @@ def check_sync(
     top_p: float = 1.0,
     start: Any = None,
 ) -> SyncReport:
-    """Whether a sampler and a trainer speak of the weights that the model has, in nats per token; and if not, of which.
+    """Whether sampler and trainer use the model's weights, in nats per token; and if not, which weights they use.
 
     The tokens are scored again, as one should and in the ways that go wrong: at temperature 1, without the prompt or
     the adapter, with the weights or the head of the start, truncated. Each side is held against every such reading.
@@ -142,9 +142,9 @@ def check_sync(
 
     Args:
         model: a causal LM with the weights that sampled, or should have; wrapped by PEFT or not. Nothing is changed.
-        prompts, completions: token ids, as the sampler was given them and drew them.
-        sampler_logprobs: what it reported of them; NaN (or None) where it did not.
-        trainer_logprobs: what the trainer computed of the same tokens with the same weights, before any update.
+        prompts, completions: token ids that the sampler read and drew.
+        sampler_logprobs: its log-probabilities; NaN (or None) for tokens without one.
+        trainer_logprobs: the trainer's, for these tokens and weights, before any update.
         temperature, top_k, top_p: of the sampler; top_k 0 and top_p 1: no limit.
         start: the model that training started from, once the policy has been updated; None: it is not at hand.
 

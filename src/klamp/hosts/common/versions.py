@@ -29,8 +29,8 @@ class HostRecord:
     why: str  # what may break with another version
 
 
-_SENT = "a trainer's weights are sent into vLLM, and what it packs or renames of them changes from version to version"
-_PARTS = "klamp calls the body and the head of a model apart, which transformers names and calls otherwise now and then"
+_SENT = "a trainer's weights are sent into vLLM, and vLLM packs and renames them differently from version to version"
+_PARTS = "klamp calls a model's body and head separately, and transformers changes their names and calls now and then"
 _INSIDE = "the KL enters inside the host's own loss, which changes from version to version"
 _SDK = "the SDK changes what its methods return and which keys a datum may have; a lost KL is worse than an error"
 HOSTS: Mapping[str, HostRecord] = {
@@ -47,8 +47,8 @@ HOSTS: Mapping[str, HostRecord] = {
     "transformers": HostRecord(needed="transformers>=4.56.2", upto="5.24", door="klamp", extra="train",
                                asked="every run of `klamp train`, and `klamp.trl`", why=_PARTS),
     "vllm": HostRecord(needed="vllm", upto="0.32", door="klamp", extra="", why=_SENT,
-                       asked="a run that it samples for in TRL or verl; which of them may be used is TRL's and verl's "
-                       "to say"),
+                       asked="a run in TRL or verl that samples with vLLM; TRL and verl decide which versions they "
+                       "support"),
 }  # fmt: skip
 """Package -> its record."""
 

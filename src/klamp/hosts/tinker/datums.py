@@ -1,8 +1,8 @@
 """The SDK's datums: built with every number at the position of its token, and read as padded tensors.
 
 full = prompt + response; the model reads full[:-1] and is asked about full[1:]. Every row has N = len(full) - 1
-entries, of which the first len(prompt) - 1 speak of the prompt and are 0; position t speaks of token t + 1. Reading
-checks what the SDK does not (lengths, NaN, missing keys), and names the datum that is wrong, before anything is sent.
+entries: the first len(prompt) - 1 belong to the prompt and are 0; position t belongs to token t + 1. Reading checks
+what the SDK does not (lengths, NaN, missing keys), and names the wrong datum before anything is sent.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from klamp.hosts.common.versions import load_tinker
 
 ANCHORS = ("ref_logprobs", "teacher_logprobs")
 HEAD = ("teacher_head_tokens", "teacher_head_logprobs")
-"""A teacher's likeliest tokens at each position, [N, K], -1 where there is none, and their log-probabilities."""
+"""A teacher's likeliest tokens at each position, [N, K], filled up with -1, and their log-probabilities."""
 KLAMP_KEYS = (*ANCHORS, *HEAD, "mask", "kl_mask")
 """Keys of `loss_fn_inputs` that klamp reads and the service's built-in losses refuse."""
 
 Place: TypeAlias = list[tuple[int, float]]
 """Of one token ids with their log-probabilities: a teacher's likeliest, by rank, and last the one that is there."""
 NO_TOKEN = -1
-"""Stands among a teacher's likeliest where there is none."""
+"""Fills up the list of a teacher's likeliest tokens."""
 
 
 def build_datum(
@@ -47,7 +47,7 @@ def build_datum(
     mask: Sequence[float] | None = None,
     kl_mask: Sequence[float] | None = None,
 ) -> Any:
-    """One completion as a `tinker.Datum`, everything aligned with the tokens that it speaks of.
+    """One completion as a `tinker.Datum`, every value aligned with its token.
 
     Args:
         prompt: token ids, at least one.
@@ -56,13 +56,13 @@ def build_datum(
         logprobs: of the sampler, in nats, one per token of the response.
         ref_logprobs: of the reference (`compute_reference_logprobs`); needed where there is a KL in loss or advantage.
         teacher_logprobs: of a teacher, likewise; behind a prompt of its own if it has one.
-        teacher_head: of a teacher at each token of the response its likeliest, and the token's own log-probability
-            (`compute_teacher_head`); for teacher_estimator="topk", in the place of teacher_logprobs.
+        teacher_head: at each token of the response the teacher's likeliest tokens and the token's own log-probability
+            (`compute_teacher_head`); for teacher_estimator="topk", instead of teacher_logprobs.
         mask: 1 = train on the token; None: on every token of the response. Advantages are 0 where it is 0.
         kl_mask: 1 = the token carries the KL (`kl_exclude_tokens`); None: as `mask`.
 
     Raises:
-        DataError, ShapeError: no prompt, no response, no token ids, no numbers, or another number of them than tokens.
+        DataError, ShapeError: no prompt, no response, no token ids, no numbers, or fewer or more numbers than tokens.
         UnsupportedVersion: the SDK is missing or outside the range.
     """
     tinker = load_tinker()
@@ -109,7 +109,7 @@ def _check_head(head: Sequence[Place], response: Sequence[int], teacher_logprobs
     fits = fits and places[:, -1, 0].tolist() == list(response)
     if not fits or teacher_logprobs is not None:
         raise DataError(
-            "teacher_head does not tell what a teacher says of this response",
+            "teacher_head does not fit this response",
             got="teacher_logprobs besides" if fits else f"{tuple(places.shape)} numbers for {len(response)} tokens",
             why="for each token it holds as many pairs of an id and its log-probability, and last the token's own",
             fix="pass what compute_teacher_head returned for this response, and leave teacher_logprobs out",
@@ -118,7 +118,7 @@ def _check_head(head: Sequence[Place], response: Sequence[int], teacher_logprobs
 
 
 def strip_for_builtin(datums: Sequence[Any]) -> list[Any]:
-    """The datums without the keys that the service's built-in losses refuse: those of the anchors, mask, kl_mask.
+    """The datums without the keys that the service's built-in losses refuse: the anchors' keys, mask, kl_mask.
 
     A built-in loss sees every position, so that advantages are set to 0 where the mask was 0.
     """
@@ -181,7 +181,7 @@ class Rows:
             raise ShapeError(
                 "logprobs_list does not hold one row of log-probabilities per datum",
                 got=f"{len(self.lengths)} datums, {describe(logprobs_list)}",
-                why="the row at position i is that of the datum at position i",
+                why="row i belongs to datum i",
                 fix="pass both as forward_backward_custom hands them to the loss",
             )
         k = self.head.shape[2]
@@ -270,7 +270,7 @@ def _read_head(i: int, inputs: Mapping[str, Any], mask: Tensor, top_k: int) -> t
             f"datum {i}: the teacher's head does not fit",
             got=f"ids {tuple(ids.shape)}, log-probabilities {tuple(logprobs.shape)}, target_tokens ({len(mask)},), "
             f"teacher_top_k={top_k}",
-            why="each position has the likeliest tokens of the teacher there, teacher_top_k of them",
+            why="each position needs the teacher's teacher_top_k likeliest tokens",
             fix="compute_teacher_head(..., top_k=teacher.teacher_top_k), and build_datum(teacher_head=)",
         )
     check_logprobs(f"datum {i}: {HEAD[1]}", logprobs.T, mask.expand(logprobs.shape[1], -1))
@@ -294,9 +294,9 @@ def number_row(name: str, values: Any, length: int | None = None) -> Tensor:
         row: Tensor = values.to_torch() if hasattr(values, "to_torch") else torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{name} is no row of numbers",
+            f"{name} is not a row of numbers",
             got=f"{type(error).__name__}: {error}",
-            why="None inside a datum would become NaN without a word",
+            why="None inside a datum would silently become NaN",
             fix="pass one number per token",
         ) from error
     if length is not None:
@@ -305,13 +305,13 @@ def number_row(name: str, values: Any, length: int | None = None) -> Tensor:
 
 
 def check_shape(name: str, row: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse numbers that are not one per token, or with a head not one per token of it."""
+    """Refuse a row without one number per token, or with a head without one per token of the head."""
     if row.shape != shape:
         raise ShapeError(
             f"{name} does not have one number per token",
             got=f"{name} {tuple(row.shape)}, tokens {shape}",
             why="each number belongs to one token; the SDK does not check it",
-            fix="pass build_datum the values of the response only; forward_backward_kl asks for those of a head too",
+            fix="pass build_datum the response's values only; forward_backward_kl asks for the head's values too",
         )
 
 
@@ -324,8 +324,8 @@ def token_ids(name: str, tokens: Any) -> list[int]:
         raise DataError(
             f"{name} must hold token ids",
             got=describe(tokens) if listed is None else f"{describe(listed[bad[0]])} at position {bad[0]}",
-            why="a token id is a whole number >= 0; anything else would become another token without a word",
-            fix=f"pass {name} as a list of ints, as tokenizer.encode gives them",
+            why="a token id is a whole number >= 0; anything else would silently become another token",
+            fix=f"pass {name} as a list of ints, as tokenizer.encode returns it",
         )
     return [index(token) for token in listed]
 

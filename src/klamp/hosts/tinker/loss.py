@@ -104,7 +104,7 @@ class LossCall:
 
     @property
     def head(self) -> TeacherConfig | None:
-        """The teacher if its KL is computed over a head; None: there is none, or its KL is of the sampled tokens."""
+        """The teacher if its KL is computed over a head; None: no teacher, or a KL of the sampled tokens."""
         teacher = self.teacher
         return teacher if teacher is not None and teacher.there and teacher.teacher_estimator == "topk" else None
 
@@ -215,12 +215,12 @@ def compute_grpo_kl_loss(
     the KL of the sampler from the trainer (`sampler/k1`, `sampler/k3`).
 
     Sampler: whoever `logprobs` belong to; it is the old policy of the ratio and the sampler of `kl_off_policy`.
-    Gradient: that of `grpo_loss`. Every datum gets one, zeros where nothing of it is trained on.
+    Gradient: equal to `grpo_loss`'s. Every datum gets one, zeros where it trains no token.
 
     Args:
         data: datums as `build_datum` makes them; anything with `loss_fn_inputs` of 1-D tensors will do.
         logprobs_list: log-probabilities of `target_tokens` under the policy, one tensor per datum, with gradient; with
-            teacher_estimator="topk" those of the head before them, [N, K + 1], as `forward_backward_kl` asks for them.
+            teacher_estimator="topk" with the head's in front, [N, K + 1], as `forward_backward_kl` asks for them.
         kl_coef: coefficient of the KL per nat of a token, for instance a controller's value; None: `kl.beta`. With 0
             no `ref_logprobs` are needed.
         cliprange: ratio bound of PPO's loss as a mean over the tokens; None: 0.2.
@@ -334,7 +334,7 @@ def forward_backward_kl(
         UnsupportedVersion: the SDK is missing or outside the range.
     """
     load_tinker()
-    client = client.result() if hasattr(client, "result_async") else client  # newer SDKs hand out a future of it
+    client = client.result() if hasattr(client, "result_async") else client  # newer SDKs return a future
     call = LossCall(kl_coef, cliprange, kl or KLConfig(), **options)
     rows = call.read(data)
 

@@ -59,7 +59,7 @@ async def compute_teacher_head(
     concurrency: int = 64,
     timeout: float = 300.0,
 ) -> list[list[Place]]:
-    """What a teacher says of the responses: at each token its `top_k` likeliest, and the one that is there.
+    """A teacher's numbers for the responses: at each token its `top_k` likeliest tokens and the sampled one.
 
     One request per response: `sample` with `topk_prompt_logprobs` and one token that is thrown away. The head never
     depends on the token that was sampled.
@@ -155,7 +155,7 @@ class Asker:
             raise NonFiniteError(
                 f"sequence {i}: the {self.who} has no log-probability for a token of the response",
                 got=f"{values[bad[0]]} at token {bad[0]} of the response, {len(bad)} of {len(values)} tokens",
-                why="a KL without it would be NaN, or leave the token out without a word",
+                why="a KL without it would be NaN, or silently leave the token out",
                 fix=f"check that the {self.who}'s vocabulary has the token",
             )
         return [float(value) for value in values if value is not None]

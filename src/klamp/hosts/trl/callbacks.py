@@ -68,7 +68,7 @@ class DoctorCallback(TrainerCallback):
         return self.watch.stopped_by
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take up the settings; a run that is continued is read from its log, and what was told is not told again."""
+        """Read the settings, and the log of a resumed run, so that no alarm is reported twice."""
         settings = settings_of_arguments(args, other_reference=self.other_reference)
         self.watch = AlarmWatch(settings, stop_on=self.watch.stop_on)
         self.findings = []
@@ -97,7 +97,7 @@ class DoctorCallback(TrainerCallback):
         try:
             if self.on_alarm is not None:
                 self.on_alarm(finding)
-        except Exception as error:  # of whatever service it is
+        except Exception as error:  # of any service
             _warn(f"the notice of {finding.alarm.name} was not sent: {type(error).__name__}: {error}")
 
     def _look(self, step: int, logs: Mapping[str, Any]) -> list[AlarmFinding]:
@@ -135,7 +135,7 @@ class ReportCallback(TrainerCallback):
     """Writes into output_dir what `klamp report` shows beside the log of a TRL trainer.
 
     It needs `klamp.trl.GRPOTrainer`. Completions are the main process's; answers are greedy, to the first prompts of
-    the evaluation set (else of the training set), before and after; split weights give none. The run stays the same.
+    the evaluation set (else of the training set), before and after; split weights give no answers.
 
     Args:
         every: steps between those whose completions are written.

@@ -1,4 +1,4 @@
-"""`klamp.check` inside TRL's trainers: on one micro-batch before training, or at some steps of it."""
+"""`klamp.check` inside TRL's trainers: on one micro-batch before training, or at some training steps."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _attempt(run: Callable[[], Verdict]) -> Verdict:
 
 @contextmanager
 def _undisturbed(trainer: Any) -> Iterator[None]:
-    """A context that computes no gradient, and after which trainer, model and random numbers are as before."""
+    """A context that computes no gradient and restores trainer, model and random numbers."""
     own, before, accelerator = vars(trainer), dict(vars(trainer)), trainer.accelerator
     modes, loaders = [(module, module.training) for module in trainer.model.modules()], list(accelerator._dataloaders)
     drawn, arrays, session = random.getstate(), np.random.get_state(), session_of(trainer)
@@ -227,7 +227,7 @@ def check(trainer: Any, *, means: Means | None = None) -> Verdict:
     """Is the KL in this trainer's loss right? Computes the loss of one micro-batch, without an update.
 
     Call it on each process, after the trainer is built and before `train()`. It generates completions and calls the
-    reward functions. Parameters, gradients, metrics, counters and random numbers stay as they are. Before training the
+    reward functions. Parameters, gradients, metrics, counters and random numbers do not change. Before training the
     reference equals the policy, and no KL would show: the check then moves the reference's log-probabilities by up to
     0.3 nats.
 
@@ -257,7 +257,7 @@ def check(trainer: Any, *, means: Means | None = None) -> Verdict:
             for batch in islice(loader, steps):  # until the advantages are not all 0
                 if not listener.done:
                     trainer.training_step(trainer.model_wrapped, batch, None)
-            getattr(loader, "end", bool)()  # tells accelerate that nobody iterates any longer
+            getattr(loader, "end", bool)()  # accelerate then notes that the iteration is over
         return verdicts[-1]
 
     verdict = _attempt(run)

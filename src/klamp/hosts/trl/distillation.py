@@ -29,7 +29,7 @@ from klamp.scoring.model_parts import check_same_vocabulary, token_logprobs
 from klamp.scoring.probe import probe
 
 DIRECTIONS: dict[float, Direction] = {0.0: "forward", 0.5: "js", 1.0: "reverse"}
-"""TRL's beta -> the direction that it is; between them it is no divergence of klamp's."""
+"""TRL's beta -> its direction; values between them have no direction in klamp."""
 DRAWN = {"do_sample": True, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 """What can draw tokens from another policy than the one that is trained -> where it does not."""
 
@@ -47,9 +47,9 @@ class OwnDivergence(float):
 class DistillationConfig(TeacherFields, trl.DistillationConfig):
     """`trl.DistillationConfig` with every field of `klamp.TeacherConfig`.
 
-    While all of them are None the loss is TRL's own. Once one is set (whichever), klamp's KL to the teacher takes the
-    place of TRL's divergence: fields that are still None have klamp's defaults (k1 of the sampled token), and the
-    direction is that of TRL's `beta`. TRL's own trainer raises a ConfigError then.
+    While none of them is set the loss is TRL's own. Once any of them is set, klamp's KL to the teacher replaces TRL's
+    divergence: fields that are still None have klamp's defaults (k1 of the sampled token), and TRL's `beta` sets the
+    direction. TRL's own trainer then raises a ConfigError.
     """
 
     def __post_init__(self) -> None:

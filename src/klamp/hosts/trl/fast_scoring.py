@@ -1,4 +1,4 @@
-"""klamp's scorer in the place of TRL's scoring method: each distinct prompt once, no padding in the head, no logits.
+"""klamp's scorer, which replaces TRL's scoring method: each distinct prompt once, no padding in the head, no logits.
 
 A model is tried out first, on a few tokens, against TRL's own method. If the model, an input or a setting forbids fast
 scoring, TRL's method does the work.
@@ -31,7 +31,7 @@ from klamp.scoring.probe import example, probe
 from klamp.scoring.scorer import Ask, Scorer
 
 POSITIONS: tuple[Positions, ...] = ("columns", "tokens")
-"""How models may count positions where nobody tells them: most by columns, padding included."""
+"""How models count positions if they get no position ids: most by columns, padding included."""
 KNOWN = ("disable_compile", "generation_config", "synced_gpus")
 """What `generate` may be asked for besides tokens."""
 SETTINGS = ("assistant_early_exit", "cache_implementation", "penalty_alpha", "prompt_lookup_num_tokens")
@@ -39,8 +39,8 @@ SETTINGS = ("assistant_early_exit", "cache_implementation", "penalty_alpha", "pr
 SCORING = "_get_per_token_logps_and_entropies"
 """The method of TRL's trainer whose place is taken."""
 NO_GRADIENT = (
-    "with fast_scoring the model's cache cannot carry a prompt's gradient (gradient checkpointing takes the cache "
-    "away): prompts are run once in passes without gradient only; gradient_checkpointing=False is faster"
+    "with fast_scoring the model's cache cannot keep a prompt's gradient (gradient checkpointing removes the "
+    "cache): each prompt is computed once only in passes without gradient; gradient_checkpointing=False is faster"
 )
 
 
@@ -193,7 +193,7 @@ def scored(trainer: TRLTrainer, args: Any, options: dict[str, Any], *, hidden: b
 
 
 def _scores(trainer: TRLTrainer, model: Any, call: ScoringCall, traits: Traits) -> dict[str, Tensor]:
-    """The scores of all rows, a batch of them at a time."""
+    """The scores of all rows, one batch at a time."""
     count = len(call.input_ids)
     size = call.batch_size or count
     parts = [_pass(trainer, model, call, slice(i, min(i + size, count)), traits) for i in range(0, count, size)]
@@ -201,7 +201,7 @@ def _scores(trainer: TRLTrainer, model: Any, call: ScoringCall, traits: Traits) 
 
 
 def _pass(trainer: TRLTrainer, model: Any, call: ScoringCall, rows: slice, traits: Traits) -> dict[str, Tensor]:
-    """The scores of some rows, out of one call of the model as it is wrapped (DDP, DeepSpeed, an adapter)."""
+    """The scores of some rows, from one call of the wrapped model (DDP, DeepSpeed, an adapter)."""
     causal, completions = plain_model(trainer, model), call.completions(rows)
     learns = None if call.learns is None or bool(call.learns[rows].all()) else call.learns[rows]
     every = torch.ones(len(completions.ids), dtype=torch.bool, device=completions.ids.device)
@@ -219,7 +219,7 @@ def _pass(trainer: TRLTrainer, model: Any, call: ScoringCall, rows: slice, trait
 
 
 def learning_rows(trainer: TRLTrainer, inputs: Any, beta: float) -> Tensor | None:
-    """Which completions of a micro-batch have a gradient, as far as TRL's own loss tells; None: all may. [B] bool"""
+    """Which completions of a micro-batch have a gradient by TRL's own loss; None: all may. [B] bool"""
     session = trainer._klamp
     if session.fast is None or trainer._host_class("_compute_loss") is not grpo_trainer.GRPOTrainer:
         return None
@@ -313,7 +313,7 @@ def why_not_once(settings: Any, options: dict[str, Any]) -> str:
 
 def _cache_of_prompts(causal: nn.Module, ids: Tensor, mask: Tensor, room: int) -> dict[str, Any]:
     """The cache of the prompts but their last token, by its name in the model; empty if useless or not exact."""
-    opened = OpenedModel(causal, Traits())  # the model as it is called, so that its wrappers count
+    opened = OpenedModel(causal, Traits())  # the called model, with its wrappers
     if ids.shape[1] < 2 or not opened.is_steady(ids.shape[1] + room):
         return {}
     prompts, prompt_mask, which = distinct(ids[:, :-1], mask[:, :-1])

@@ -1,4 +1,4 @@
-"""`trl.GRPOConfig` with klamp's fields, and what of them TRL cannot honour: each with the reason and the way out."""
+"""`trl.GRPOConfig` with klamp's fields, and the fields that TRL cannot honour, each with reason and way out."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def not_klamps_trainer(kind: str = "GRPO", config: str = "KLConfig") -> ConfigEr
     """The error for klamp's arguments in the hands of another trainer: of this kind; the configuration to attach."""
     return ConfigError(
         "klamp's fields are set, and the trainer is not klamp's",
-        why="TRL's own trainer looks at none of them: it would train with its own KL, or without one",
-        fix=f"from klamp.trl import {kind}Trainer, and build that (or derive from it) in the place of "
+        why="TRL's own trainer ignores all of them: it would train with its own KL, or without a KL",
+        fix=f"from klamp.trl import {kind}Trainer, and build that (or derive from it) instead of "
         f"trl.{kind}Trainer; or build yours with trl.{kind}Config, and then klamp.trl.attach(trainer, {config}(...))",
     )
 
@@ -42,7 +42,7 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
 
     All of TRL's fields and defaults stay, `beta=0.0` included. While klamp's fields are all None, the loss is TRL's
     own, KL included; once one is set (`beta` and its other names aside), TRL's KL is replaced by klamp's term, in which
-    None stands for klamp's defaults. TRL's own trainer then raises a ConfigError.
+    None means klamp's default. TRL's own trainer then raises a ConfigError.
 
     Raises:
         UnknownNameError, ConfigError: a choice that klamp refuses, or that cannot work in TRL; with the reason.
@@ -118,7 +118,7 @@ def check_arguments(
         ),
         Refusal(
             args.use_liger_kernel and liger_bypasses(),
-            "Liger's fused loss cannot carry klamp's KL",
+            "Liger's fused loss cannot use klamp's KL",
             why="TRL below 1.14 hands the whole loss, KL included, to a fused kernel that never looks at klamp's term",
             fix="set use_liger_kernel=False, or use trl>=1.14, where it only swaps layers",
         ),
@@ -234,7 +234,7 @@ UNSLOTH = "_UnslothGRPOTrainer"
 
 
 def host_class(cls: type) -> type | None:
-    """The GRPO trainer of Unsloth among a class and its bases; None where there is none."""
+    """Unsloth's GRPO trainer among a class and its bases, or None."""
     return next((c for c in cls.__mro__ if c.__name__ == UNSLOTH), None)
 
 

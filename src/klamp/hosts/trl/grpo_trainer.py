@@ -243,7 +243,7 @@ def _stock(trainer: TRLTrainer, host: str) -> EffectiveTerm | None:
         beta=float(trainer.beta),
         price=_price(trainer, float(trainer.beta), "loss"),
         value="k3 times the policy ratio" if weighted else "k3",
-        gradient="reverse, on-policy that of k2 (ratio not detached)" if weighted else of_k3,
+        gradient="reverse, on-policy equal to k2's (ratio not detached)" if weighted else of_k3,
         placement=PLACEMENTS["loss"],
     )
 
@@ -256,7 +256,7 @@ def _notes(trainer: Any, session: Session | None, host: str) -> tuple[str, ...]:
     split = grpo_config.LOSS_TYPES[host].get(trainer.loss_type, "unknown") is None
     return that_apply([
         (stock and trainer.importance_sampling_level == "sequence", f"{host} broadcasts the sequence's ratio onto "
-         "every token's KL: its gradient is then that of no divergence"),
+         "every token's KL: its gradient then follows no divergence"),
         (stock and liger, "the loss, KL included, is computed in Liger's kernel"),
         (used and args.sync_ref_model, f"the reference moves, and checkpoints of {host} do not hold it: on resume it "
          "starts from where it was loaded"),

@@ -1,7 +1,7 @@
 """The methods of TRL's GRPOTrainer that klamp overrides, and no others.
 
 While TRL computes its loss, its `beta` is a `Coefficient`: TRL's own line `beta * per_token_kl` then adds klamp's
-penalty, and TRL masks and normalises it with the policy loss, whatever the loss type.
+penalty, and TRL masks and normalises it with the policy loss, for every loss type.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REF = "ref_per_token_logps"
 
 
 class LossHook:
-    """klamp's part of one loss of one micro-batch: in the place of TRL's `beta` while TRL computes the loss."""
+    """klamp's part of one micro-batch's loss: it replaces TRL's `beta` while TRL computes the loss."""
 
     def __init__(self, trainer: TRLTrainer, inputs: Mapping[str, Any], beta: float) -> None:
         self.trainer, self.inputs, self.beta = trainer, inputs, beta
@@ -63,12 +63,12 @@ class LossHook:
 
     @contextmanager
     def _with_shift(self, scorings: list[Scoring]) -> Iterator[dict[str, Any]]:
-        """A context with the inputs of the loss; a KL in the advantage is that of the policy scored in the loss."""
+        """A context with the inputs of the loss; a KL in the advantage uses the policy scored in the loss."""
 
         def advantages() -> Advantages:
             return self._shift(self.trainer, shifted, batch_of(self.inputs, _only(scorings).logprobs), threshold)
 
-        # TRL multiplies beta with a KL if it has a reference's numbers; without one the teacher's stand in for them
+        # TRL multiplies beta with a KL if it has a reference's numbers; without them it gets the teacher's
         stand_in = {} if self.has_reference or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
         inputs = {**self.inputs, **stand_in}
         if not any(term.placement == "advantage" for _, term in self.terms):
@@ -118,7 +118,7 @@ class LossHook:
 
 
 def _only(scorings: list[Scoring]) -> Scoring:
-    """The single call of TRL's scoring method inside a loss; its log-probabilities are those of the KL."""
+    """The single call of TRL's scoring method inside a loss; the KL uses its log-probabilities."""
     check_once(len(scorings), "calls of _get_per_token_logps_and_entropies")
     return scorings[0]
 

@@ -74,7 +74,7 @@ def _settle_beta(trainer: TRLTrainer, metrics: dict[str, float], beta: float) ->
 
 
 def price_in(trainer: TRLTrainer, beta: float, placement: Placement) -> Price:
-    """The price of a coefficient in a trainer of TRL's kind, which divides its policy loss and its KL by the same."""
+    """The price of a coefficient in a trainer like TRL's, which divides policy loss and KL by one number."""
     return price_of(
         beta,
         placement=placement,
@@ -121,7 +121,7 @@ def _check_step_zero(trainer: TRLTrainer, kl: float) -> None:
 
 
 def watch_sampler(trainer: TRLTrainer, output: Any) -> None:
-    """Warn once, with the likely cause, if the sampler's log-probabilities are not those of the policy."""
+    """Warn once, with the likely cause, if the sampler's log-probabilities differ from the policy's."""
     warned = trainer._klamp.warned
     sampler, own = output.get("sampling_per_token_logps"), output.get("old_per_token_logps")
     if sampler is None or own is None or weights_are_split(trainer):

@@ -1,4 +1,4 @@
-"""The reference of a TRL trainer; hidden states of the passes that TRL does anyway, and the exact KL made of them."""
+"""The reference of a TRL trainer; hidden states of TRL's own passes, and the exact KL computed from them."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def _is_path(name: str) -> bool:
 
 
 def check_folder(name: Any) -> None:
-    """Refuse a path that does not exist, and a folder that lacks some of the model's weights; all else is let be."""
+    """Refuse a path that does not exist, and a folder that lacks some of the model's weights."""
     info: Any = {}
     if isinstance(name, str) and _is_path(name) and not Path(name).is_dir():
         fix = "check the path, from the folder in which the program runs"
         raise ModelError("there is no model at this path", got=name, why="TRL would look for it on the hub", fix=fix)
     if isinstance(name, str) and Path(name).is_dir():
-        with suppress(Exception):  # whatever else is wrong with it, TRL says so in its own words
+        with suppress(Exception):  # TRL reports every other fault itself
             load: Any = grpo_trainer.create_model_from_path
             _, info = load(name, device_map="meta", output_loading_info=True)
     check_whole(info, folder=str(name))
@@ -143,7 +143,7 @@ def why_no_head(trainer: TRLTrainer, model: Any) -> str:
     model = plain_model(trainer, model)
     head = None if model.base_model is model else head_of(model)
     if head is None:
-        return "the model has no backbone and plain output head that could be told apart"
+        return "the model's backbone and plain output head cannot be separated"
     return "" if head.scale == 1 else f"the model multiplies its logits by {head.scale:g}"
 
 

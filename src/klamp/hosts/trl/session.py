@@ -119,7 +119,7 @@ class Warned:
 
     step_zero: bool = False  # the KL before the first update was looked at, or cannot be 0
     positions: bool = False  # a batch with padding in front of a prompt was looked at
-    sync_gap: float = 0.0  # of the sampler at the last look, nats per token; infinite: the user knows
+    sync_gap: float = 0.0  # the sampler's newest gap, nats per token; infinite: the user was warned
 
 
 class ReferenceFacts(NamedTuple):
@@ -136,7 +136,7 @@ class FastScoring:
 
     reason: str = ""  # why it is not used at all; empty if it is
     traits: dict[int, Traits] = field(default_factory=dict)  # of each model, by the `id` of its innermost module
-    reasons: set[str] = field(default_factory=set)  # the reasons that the user knows
+    reasons: set[str] = field(default_factory=set)  # the reasons already reported
 
     def __str__(self) -> str:
         if self.reason:
@@ -172,11 +172,11 @@ class Teacher:
 class Session:
     """Everything that klamp keeps for one trainer. Only its parts change, each in one module."""
 
-    control: KLControl | None  # beta in force; None: TRL's own KL is left alone, and measured if there is one
+    control: KLControl | None  # beta in force; None: TRL's own KL is unchanged, and measured if it exists
     term: KLTerm
     reference: ReferenceFacts = field(default_factory=ReferenceFacts)
-    fast: FastScoring | None = None  # klamp's scorer in the place of TRL's; None: nobody asked for it
-    teacher: Teacher | None = None  # whom a second KL holds the policy to; None: nobody
+    fast: FastScoring | None = None  # klamp's scorer instead of TRL's; None: not requested
+    teacher: Teacher | None = None  # the teacher of a second KL; None: no teacher
     record: Any = None  # the `ReportCallback` that writes completions; None: nobody asked for one
     windows: dict[str, Window] = field(default_factory=lambda: {"train": Window(), "eval": Window()})
     """The measurements of the present step in each mode."""
@@ -201,7 +201,7 @@ class Session:
         return self.kl is not None and self.kl.needs_reference
 
     def terms(self, trainer: Any, beta: float) -> tuple[Weighted, ...]:
-        """klamp's KLs with the coefficients in force; `beta` is that of the reference."""
+        """klamp's KLs with their present coefficients; `beta` belongs to the reference."""
         own = (Weighted(beta, self.term),) if self.has_kl else ()
         teacher = self.teacher
         return own if teacher is None else (*own, Weighted(teacher.coefficient(trainer), teacher.term))
@@ -249,5 +249,5 @@ def load_state(trainer: TRLTrainer, folder: str | None, prints: Mapping[str, Any
     elif "controller" in state:
         trainer._caution(
             f"the checkpoint {folder} was written with klamp's KL, and no KL field is set now: beta={trainer.beta:g} "
-            "is that of TRL's own. Set the fields that the run was started with."
+            "belongs to TRL's own KL. Set the KL fields of the run's first start."
         )

@@ -29,7 +29,7 @@ from klamp.scoring.model_parts import Predictions, PrefixKL, Told, check_same_vo
 from klamp.scoring.vllm_reference import PROBES, VLLMReference, Who, connect
 
 PREDICTED = "klamp_teacher_predictions"
-"""In a batch: what the teacher predicts with, [B, T, ...]: its hidden states, or what a server told."""
+"""In a batch: the teacher's predictions, [B, T, ...]: its hidden states, or a server's numbers."""
 
 
 def join(trainer: TRLTrainer, config: TeacherConfig, model: Any) -> Teacher:
@@ -60,7 +60,7 @@ def check_tokenizer(trainer: TRLTrainer, model: Any, *, who: Who, name: str = ""
     theirs, name = None, model.config._name_or_path or name
     if not name:
         return
-    with suppress(OSError, ValueError):  # as transformers says that there is none
+    with suppress(OSError, ValueError):  # raised by transformers if there is no tokenizer
         theirs = AutoTokenizer.from_pretrained(name)
     options = getattr(trainer, "chat_template_kwargs", None)
     check_tokens(theirs, trainer._tokenizer, name=name, who=who, template_options=options)
@@ -83,7 +83,7 @@ def _server(trainer: TRLTrainer, config: TeacherConfig) -> VLLMReference:
 
 
 def fingerprint(trainer: TRLTrainer) -> dict[str, list[float]]:
-    """How a teacher with weights of its own scores the first tokens of a few prompts; empty: there is none."""
+    """A teacher's scores of the first tokens of a few prompts; empty: the teacher has no weights of its own."""
     teacher, scores = trainer._klamp.teacher, list[float]()
     if teacher is None or (teacher.model is None and teacher.server is None):
         return {}

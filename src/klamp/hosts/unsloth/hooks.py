@@ -48,8 +48,8 @@ class ByPosition(HostTrainer):
         if kl is not None and kl.excludes and output.get("unsloth_sample_weight") is not None:
             raise ConfigError(
                 "tokens cannot be left out of the KL under Unsloth's weights of whole completions",
-                why="klamp divides the KL by the tokens that carry it, in the units of Unsloth's average; these "
-                "weights are none",
+                why="klamp divides the KL by its number of tokens, in the units of Unsloth's average; these "
+                "weights count no tokens",
                 fix="unset UNSLOTH_GRPO_LOSS_AGGREGATION and UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE, or the kl_exclude_ "
                 "fields",
             )

@@ -59,7 +59,7 @@ class Added(NamedTuple):
 
 
 class LossWithKL:
-    """Unsloth's loss with klamp's KL in the place of its own, weighted as Unsloth weights its own."""
+    """Unsloth's loss with klamp's KL instead of Unsloth's, with Unsloth's weights."""
 
     def __init__(self, original: Any, adds: Callable[[Call], Added]) -> None:
         self.original, self.adds, self.calls = original, adds, 0
@@ -145,7 +145,7 @@ class Columns:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], width: int, *, pad_id: int) -> Columns:
-        """Find the columns for a batch; Unsloth tells by the padding token what to move."""
+        """Find the columns for a batch; Unsloth moves tokens by the padding token."""
         completion = inputs["completion_ids"]
         length = completion.shape[1]
         if "max_left_pad" not in inputs:  # nothing was moved: images keep their places
@@ -158,7 +158,7 @@ class Columns:
         return cls(torch.where(present, index, 0).clamp(min=0), present & (index >= 0), width)
 
     def take(self, values: Tensor) -> Tensor:
-        """Values in Unsloth's columns [B, W] -> by position in the completion [B, T]; 0 (False) where there is none."""
+        """Values in Unsloth's columns [B, W] -> by position in the completion [B, T]; 0 (False) elsewhere."""
         return values.gather(1, self.index).masked_fill(~self.present, 0)
 
     def put(self, values: Tensor) -> Tensor:

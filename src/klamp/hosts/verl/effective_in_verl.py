@@ -49,7 +49,7 @@ def divides_by_std(algorithm: Any) -> bool:
 
 
 K3_STOPS = "; its value stops at 10 nats, at log-ratios -2.61 and +11.0, and past them it has no gradient"
-NOTHING, NO_DIVERGENCE = "zero in expectation: it holds nothing", "that of no divergence"
+NOTHING, NO_DIVERGENCE = "zero in expectation: it holds nothing", "follows no divergence"
 OWN: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("kl", "k1"), ("k1", NOTHING)),
     "abs": ("|log-ratio|", NO_DIVERGENCE),
@@ -57,7 +57,7 @@ OWN: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("low_var_kl", "k3"), ("k3", f"{DIVERGENCES['forward']}{K3_STOPS}")),
 }
 """verl's own types: (value, gradient as a loss); `klamp audit verl` measures them."""
-WITHOUT_TAIL = "that of the plain sum over these words, which is not 0 at the teacher"
+WITHOUT_TAIL = "follows the plain sum over these words, which is not 0 at the teacher"
 
 
 def effective(config: Any) -> Effective:
@@ -135,7 +135,7 @@ def _to_teacher(config: Any) -> EffectiveTerm:
     if shifts:
         gradient = NOTHING if head else _as_reward(value)
     coefficient = coefficient if options["use_task_rewards"] else 1.0
-    term = _own_term("advantage" if shifts else "loss", value, gradient, coefficient, "that of beta")
+    term = _own_term("advantage" if shifts else "loss", value, gradient, coefficient, "like beta's")
     return replace(term, term=f"{term.term}, to the teacher: {who}", gradient=gradient.replace("ref", "teacher"))
 
 
@@ -150,7 +150,7 @@ def _own_term(placement: Placement, value: str, gradient: str, beta: float, pric
     return EffectiveTerm(
         term="verl's own",
         beta=beta,
-        price=price if "KL(" in gradient else "none: its gradient is that of no KL",
+        price=price if "KL(" in gradient else "none: its gradient follows no KL",
         value=value,
         gradient=gradient,
         placement=PLACEMENTS[placement],
@@ -186,7 +186,7 @@ def _notes(config: Any, in_loss: bool, in_reward: bool) -> list[tuple[bool, str]
         (
             in_reward and divides_by_std(algorithm),
             "norm_adv_by_std_in_grpo divides by the standard deviation of rewards that hold the KL: in a group whose "
-            "rewards are all equal beta cancels, and every beta > 0 is the same",
+            "rewards are all equal beta cancels, and every beta > 0 acts alike",
         ),
         (in_reward and value != "k1", f"in the reward {value} is biased: only k1 has the gradient of KL(policy||ref)"),
         (

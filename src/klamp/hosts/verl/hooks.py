@@ -58,7 +58,7 @@ def register(*, check: bool = False) -> None:
     `klamp.verl.registered` does so on import. A second call changes nothing.
 
     Args:
-        check: check verl's actor loss with `klamp.check`, whatever its KL: micro-batch 1, 10, 100 and 1000 of rank 0.
+        check: check verl's actor loss with `klamp.check`, for any KL: micro-batch 1, 10, 100 and 1000 of rank 0.
             `klamp.verl.checked` does so on import.
 
     Raises:
@@ -178,7 +178,7 @@ def kl_to_teacher(
 
 
 def _parts(means: Mapping[str, Tensor], mask: Tensor, data: Any) -> dict[str, Any]:
-    """What means over the tokens of a micro-batch add to those of verl's mini-batch."""
+    """What a micro-batch's means over tokens add to the means of verl's mini-batch."""
     share = data["dp_size"] * mask.sum() / (data["batch_num_tokens"] or mask.sum())
     metric: Any = importlib.import_module(METRIC).Metric
     return {name: metric("sum", mean * share) for name, mean in means.items()}
@@ -194,7 +194,7 @@ def logged_kl_to_teacher(*, model_output: Mapping[str, Any], data: Any, **rest: 
 
 
 def _responses(data: Any) -> Callable[[Any], Tensor]:
-    """verl's function from values of all tokens to those of the responses, [B, T, ...]."""
+    """verl's function that selects the responses' values from all tokens', [B, T, ...]."""
     return functools.partial(importlib.import_module(PADDING).no_padding_2_padding, data=data)
 
 
@@ -230,7 +230,7 @@ def _distilled(teacher: TeacherConfig, model_output: Mapping[str, Any], data: An
 
 
 def _with_tail(tail: Tail, plain: Tensor, policy_mass: Tensor, teacher_mass: Tensor) -> Tensor:
-    """The forward KL with a tail, from verl's plain sum of q log(q/p) over the head and both masses of it. [B, T]"""
+    """The forward KL with a tail, from verl's plain sum of q log(q/p) over the head and its two masses. [B, T]"""
     if tail == "none":
         return plain
     if tail == "generalised":

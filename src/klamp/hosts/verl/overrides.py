@@ -23,7 +23,7 @@ _ELSEWHERE = ("beta", "kl_normalizer", "kl_early_stop", "kl_monitor")
 LOSS_FIELDS = tuple(
     field.name for field in fields(KLConfig) if field.name not in _ELSEWHERE and not field.name.startswith("reference")
 )
-"""What a name in the place of `kl_loss_type` may say: all but what is refused; beta is verl's `kl_loss_coef`."""
+"""Fields that a name in `kl_loss_type` may set: all but the refused ones; beta is verl's `kl_loss_coef`."""
 CHOICES: Mapping[str, tuple[object, ...]] = {
     "teacher_estimator": ("k1", "k3", "topk"),
     "teacher_direction": get_args(Direction),
@@ -32,13 +32,13 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
     "teacher_horizon": get_args(Horizon),
     "teacher_off_policy": get_args(OffPolicy),
 }
-"""What a name in the place of `loss_mode` may say; a head's size is verl's `topk`."""
+"""Fields that a name in `loss_mode` may set; a head's size is verl's `topk`."""
 OF_A_TOKEN = ("teacher_estimator", "teacher_horizon", "teacher_off_policy")
-"""Those of them that k1 and k3 have."""
+"""The fields that apply to k1 and k3."""
 
 ACTOR, DISTILLATION = "actor_rollout_ref.actor", "distillation"
 ONE = f"{DISTILLATION}.teacher_models.teacher_model"
-"""The teacher that every configuration has; the settings of its engine are those of others too."""
+"""The teacher in every configuration; its engine's settings hold for the other teachers too."""
 IMPORTED = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=klamp.verl.registered"
 """Has klamp's names registered in every process of verl's."""
 DRIVEN = "++trainer.checkpoint_callback_class=klamp.verl.Driver"
@@ -58,7 +58,7 @@ def name_of(kl: KLConfig | TeacherConfig, places: Iterable[str]) -> str:
 
 @functools.cache
 def loss_kl(name: str, beta: float = KLConfig.beta) -> KLConfig:
-    """The KL of a name in the place of `kl_loss_type`: fields like arguments in Python, a bare word is a text."""
+    """The KL of a name in `kl_loss_type`: fields like arguments in Python, a bare word is a text."""
     arguments = name.partition(":")[2]
     call = _as_call(arguments)
     names = [keyword.arg for keyword in call.keywords] if call else []
@@ -99,7 +99,7 @@ def teacher_name(teacher: TeacherConfig) -> str:
 
 @functools.cache
 def named() -> dict[str, TeacherConfig]:
-    """Every name that is registered, and the KL that it stands for."""
+    """Every registered name, and its KL."""
     teachers = dict[str, TeacherConfig]()
     with warnings.catch_warnings(action="ignore", category=KLWarning):
         for values in itertools.product(*CHOICES.values()):
@@ -114,9 +114,9 @@ def named() -> dict[str, TeacherConfig]:
 
 
 def teacher_of(name: str) -> TeacherConfig:
-    """The KL to a teacher that a registered name stands for; of a head verl's `topk` says how large."""
+    """The KL to a teacher of a registered name; verl's `topk` sets the head's size."""
     if name not in named():
-        raise unknown_name("KL to a teacher", name, tuple(named()), why="verl knows registered names only")
+        raise unknown_name("KL to a teacher", name, tuple(named()), why="verl accepts registered names only")
     return named()[name]
 
 
@@ -170,7 +170,7 @@ def overrides(kl: KLConfig, teacher: TeacherConfig | None = None) -> list[str]:
 
 
 def places(teacher: TeacherConfig) -> list[str]:
-    """Where each of them stands in verl's configuration; with several, none may have the name of the single one."""
+    """The place of each teacher in verl's configuration; several teachers may not use the single one's name."""
     several = range(1, len(teacher.teacher_models) + 1)
     return [f"+{DISTILLATION}.teacher_models.teacher_{number}" for number in several] or [ONE]
 
@@ -233,8 +233,8 @@ def teacher_refusals(teacher: TeacherConfig) -> list[Refusal]:
             f"a head of teacher_top_k={c.teacher_top_k} tokens cannot be honoured by verl",
             got=f"teacher_direction={c.teacher_direction!r}, teacher_head={c.teacher_head!r}, "
             f"teacher_tail={c.teacher_tail!r}",
-            why="where it has logits it computes the forward KL over the teacher's likeliest tokens, and drops the "
-            "sampled token where that is none of them",
+            why="with logits verl computes the forward KL over the teacher's likeliest tokens, and drops a "
+            "sampled token that is not among them",
             fix="set teacher_direction='forward', teacher_head='teacher' and another teacher_tail, or teacher_top_k=0",
         ),
         Refusal(

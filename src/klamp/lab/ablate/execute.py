@@ -130,7 +130,7 @@ class LocalExecutor(Executor):
 
 
 def local_executor(count: int, *, workers: int | None = None, cpu: bool = False) -> LocalExecutor:
-    """One process per core, or one on a GPU; `count` includes completed runs, so that the threads stay the same."""
+    """One process per core, or one on a GPU; `count` includes completed runs, for a constant number of threads."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -160,7 +160,7 @@ class RayExecutor(Executor):
         with connected(self.ray, self.address):
             resources = {"GPU": 0, **self.ray.cluster_resources()}  # machines may join another cluster
             if self.address == LOCAL and (resources["CPU"] < self.cpus_per_run or resources["GPU"] < self.gpus_per_run):
-                why = f"it has {resources['CPU']:g} CPUs and {resources['GPU']:g} GPUs: every run would wait for ever"
+                why = f"it has {resources['CPU']:g} CPUs and {resources['GPU']:g} GPUs: no run could ever start"
                 what, fix = "no run fits on this machine", "ask for less per run"
                 raise ConfigError(what, got=self.describe(), why=why, fix=fix)
             options = {"num_cpus": self.cpus_per_run, "num_gpus": self.gpus_per_run}  # Ray sets OMP_NUM_THREADS
@@ -230,7 +230,7 @@ def load_ray(address: str) -> Any:
 
 
 def check_folder(folder: Path, plan: Plan | None = None) -> None:
-    """Refuse a folder that holds files, except those of this plan; nothing is written."""
+    """Refuse a folder with files of anything but this plan; writes nothing."""
     what, why = "the output folder is not empty", "an ablation never overwrites files"
     free = not folder.exists() or (folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK})
     if plan is not None and (folder / PLAN).exists():

@@ -47,7 +47,7 @@ from klamp.scoring.scorer import Ask, ExactKL, Scorer
 log = logging.getLogger(__name__)
 
 COMPLETIONS = 2  # completions per held-out prompt and direction
-SEED = 20_240_213  # seed of the draws, whatever the seed of the run
+SEED = 20_240_213  # seed of the draws, for every seed of the run
 
 
 def perform(run: Run, folder: Path) -> Outcome:

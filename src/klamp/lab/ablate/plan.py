@@ -72,7 +72,7 @@ def runs(plan: Plan) -> tuple[Run, ...]:
         raise ConfigError("an arm or a seed is repeated", got=repeated[0], why="each has a folder", fix="keep one")
     for one, other in itertools.combinations(every[: len(plan.arms)], 2):
         if one.config == other.config:
-            what = f"the arms {one.arm.name!r} and {other.arm.name!r} are the same"
+            what = f"the arms {one.arm.name!r} and {other.arm.name!r} are equal"
             fix = "keep one of the arms, or remove their fields from the base"
             raise ConfigError(what, why="the base sets the same values, or wins over theirs", fix=fix)
     return every

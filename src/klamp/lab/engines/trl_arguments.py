@@ -15,15 +15,15 @@ from klamp.lab.models import model_path
 from klamp.lab.sizing import part_size, started_processes
 from klamp.lab.tasks.base import NO_REWARD
 
-TEACHER_PROMPT = "klamp_teacher_prompt"  # the column of the text that the teacher sees in the place of a prompt
+TEACHER_PROMPT = "klamp_teacher_prompt"  # the column with the teacher's prompt
 LOSS_TYPES: Mapping[LossType, str] = {"dapo": "dapo", "grpo": "grpo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
-"""klamp's loss type -> TRL's of the same average; TRL's bnpo divides each micro-batch by itself."""
+"""klamp's loss type -> TRL's with an equal average; TRL's bnpo divides each micro-batch by its own tokens."""
 SAME = (
     *("seed", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "num_iterations"),
     *("gradient_accumulation_steps", "gradient_checkpointing", "num_generations", "max_completion_length"),
     *("temperature", "top_p", "top_k", "mask_truncated_completions", "off_policy_mask_threshold"),
 )
-"""Fields that TRL calls the same."""
+"""Fields with equal names in TRL."""
 
 
 def trl_arguments(config: TrainConfig, folder: Path, *, processes: int | None = None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def trl_arguments(config: TrainConfig, folder: Path, *, processes: int | None = 
         "save_steps": (run.save_every or run.max_steps) * optim.num_iterations,
         "save_total_limit": run.keep_checkpoints,
         "disable_dropout": True,
-        "shuffle_dataset": False,  # the rows are those of all steps, in klamp's order
+        "shuffle_dataset": False,  # the rows of all steps, in klamp's order
         **_precision(config.model),
         **_sampler(config.rollout),
         **_loss(config.loss),

@@ -96,7 +96,7 @@ def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallbac
 
 
 def rows_of(examples: Sequence[Example], shown: dict[str, str]) -> Dataset:
-    """Prompts as rows of TRL's; `shown`: prompt -> the other prompt that the teacher sees in its place."""
+    """Prompts as rows of TRL's; `shown`: prompt -> the teacher's prompt."""
     from datasets import Dataset  # it comes with TRL
 
     prompts = [example.prompt for example in examples]
@@ -109,7 +109,7 @@ def rows_of(examples: Sequence[Example], shown: dict[str, str]) -> Dataset:
 
 
 class OwnAdvantages(trl.GRPOTrainer):
-    """TRL's trainer with the advantages of klamp's `group_advantages`, and prompts as they are; klamp's KL comes after.
+    """TRL's trainer with the advantages of klamp's `group_advantages`, and unchanged prompts; klamp's KL comes after.
 
     TRL has one baseline, the group's mean, and writes special tokens in front of prompts that have theirs.
     """

@@ -31,7 +31,7 @@ from klamp.lab.tasks.base import NO_REWARD, Example, Task, TaskConfig
 from klamp.lab.tasks.files import check_prompts
 
 AVERAGES: Mapping[Reduction, str] = {reduction: mode for mode, reduction in REDUCTIONS.items()}
-"""klamp's average over tokens -> verl's loss_agg_mode of the same."""
+"""klamp's average over tokens -> verl's equal loss_agg_mode."""
 AS_IT_STANDS = "{% for message in messages %}{{ message.content }}{% endfor %}"
 """A chat template that adds nothing: klamp's prompts are ready to be tokenized."""
 TEACHER = "klamp_teacher"  # the column that holds the key of a prompt's teacher
@@ -67,7 +67,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
 }
 """Field -> verl's names of the same value."""
 ALWAYS: Mapping[str, Any] = {
-    "data.shuffle": False,  # the rows are those of all steps, in klamp's order
+    "data.shuffle": False,  # the rows of all steps, in klamp's order
     f"{ACTOR}.shuffle": False,
     f"{REWARD}.path": "pkg://klamp.lab.engines.verl",
     f"{REWARD}.name": "score",
@@ -138,7 +138,7 @@ def _run(config: TrainConfig, layout: Layout) -> dict[str, Any]:
         f"{ENVIRONMENT}.VERL_FILE_LOGGER_PATH": str(layout.metrics),
         f"{ENVIRONMENT}.TENSORBOARD_DIR": str(layout.tensorboard),
         "hydra.run.dir": str(layout.hydra),
-        # Ray's own default is whatever cluster it finds on the machine, or has been left a note of
+        # Ray's own default is any cluster that it finds on the machine or in its notes
         "+ray_kwargs.ray_init.address": run.ray_address or "local",
         f"{ACTOR}.optim.lr_warmup_steps": min(optim.warmup_steps, run.max_steps),
         f"{ACTOR}.optim.betas": (optim.adam_beta1, optim.adam_beta2),
@@ -167,7 +167,7 @@ def _model(config: TrainConfig) -> dict[str, Any]:
         f"{ACTOR}.fsdp_config.model_dtype": name if alone else "fp32",
         f"+{ACTOR}.fsdp_config.mixed_precision": computed,
         f"+{REF}.fsdp_config.mixed_precision": computed,
-        # with all weights the model as it is loaded, beside the shards
+        # with all weights also the loadable model, beside the shards
         f"{CHECKPOINT}.save_contents": (*RESUMED, *(() if model.lora_r else ("hf_model",))),
     }
 
@@ -267,13 +267,13 @@ def training_rows(config: TrainConfig, task: Task) -> Iterator[dict[str, Any]]:
 
 
 def held_out_rows(task: Task) -> Iterator[dict[str, Any]]:
-    """The held-out prompts of every skill that is scored by an answer; verl has no place for those of `Task.read`."""
+    """The held-out prompts of every skill that is scored by an answer; verl cannot hold the prompts of `Task.read`."""
     for skill, examples in task.evaluation.items():
         yield from (row_of(example, skill=skill) for example in examples if skill not in task.read)
 
 
 def row_of(example: Example, *, skill: str) -> dict[str, Any]:
-    """A prompt as a row of verl's: one message, whose text the template leaves as it is, and all a reward needs."""
+    """A prompt as a row of verl's: one message, which the template does not change, and all that a reward needs."""
     return {
         "data_source": skill,
         "prompt": [{"role": "user", "content": example.prompt}],

@@ -105,7 +105,7 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate((PAD_TOKEN, EOS_TOKEN, *ALPHABET))}
-    # no unknown token: a character outside the alphabet is an error, not a token that stands for anything
+    # no unknown token: a character outside the alphabet is an error, not a token that means anything
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")  # pyright: ignore
     backend.decoder = decoders.Fuse()  # pyright: ignore
@@ -120,9 +120,9 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
 
 
 Progress = Callable[[str, int, int, float | None], None]
-"""Called while a model is made, as `progress(what, done, total, loss)`; the loss is None where there is none."""
+"""Called while a model is made, as `progress(what, done, total, loss)`; the loss may be None."""
 IGNORED = -100  # the label of a token that the loss leaves out
-HEAVY_COLUMN = 14  # from this sum of two digits on, a carry is forgotten more often than remembered
+HEAVY_COLUMN = 14  # from this sum of two digits on, a carry is forgotten more often than not
 MIXTURE = {"addition": 0.46, "subtraction": 0.41, "reversal": 0.13}  # the share of each skill in the training rows
 RECIPE: Mapping[str, Any] = {
     **MIXTURE,
@@ -132,7 +132,7 @@ RECIPE: Mapping[str, Any] = {
     "hidden_size": 128,
     "layers": 3,
     "heads": 4,
-    "initializer_range": 0.08,  # at a Llama's usual 0.02 so narrow a model learns to carry far later
+    "initializer_range": 0.08,  # at a Llama's usual 0.02 so narrow a model learns carrying far later
     "steps": 1000,
     "batch_size": 96,
     "learning_rate": 2e-3,  # the highest, after the warm-up; it falls to a hundredth along a cosine
@@ -141,7 +141,7 @@ RECIPE: Mapping[str, Any] = {
 
 
 def careless_sum(left: int, right: int, rng: random.Random) -> int:
-    """A sum of two two-digit numbers in which each carry is forgotten now and then, of a light column half as often."""
+    """A sum of two two-digit numbers in which some carries are forgotten, half as often in a light column."""
     carry, total = 0, 0
     for place in (1, 10):
         column = left // place % 10 + right // place % 10 + carry
@@ -298,11 +298,11 @@ def make_readable(folder: Path) -> None:
     """Give all in a folder the permissions of new files here: safetensors and tempfile ignore the umask."""
     probe = folder / ".umask"
     probe.mkdir()
-    usual = S_IMODE(probe.stat().st_mode)  # the umask itself is told only to who sets it, for all threads
+    usual = S_IMODE(probe.stat().st_mode)  # reading the umask would set it for all threads
     probe.rmdir()
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
-            with suppress(PermissionError):  # of another user: it stays as it is
+            with suppress(PermissionError):  # another user's: unchanged
                 path.chmod(S_IMODE(path.stat().st_mode) | (usual if path.is_dir() else usual & 0o666))
 
 

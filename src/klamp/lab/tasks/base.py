@@ -97,10 +97,10 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One prompt, and all that is needed to score a completion of it."""
+    """One prompt, and all that is needed to score its completion."""
 
-    prompt: str  # the text that is tokenized as it stands; a chat template, where one is used, is already applied
-    answer: str = ""  # the ground truth; "" where there is none
+    prompt: str  # the text to tokenize; a chat template, if any, is already applied
+    answer: str = ""  # the ground truth; "" without one
     skill: str = "task"  # the row of the evaluation table that this example counts towards
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The whole data row; reward functions get it as keyword arguments."""

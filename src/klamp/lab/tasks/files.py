@@ -256,7 +256,7 @@ def check_prompts(
         try:
             length = len(tokenizer(example.prompt, add_special_tokens=False)["input_ids"])  # pyright: ignore
             what, why = f"{of}prompt {row} has no tokens", "a model cannot continue an empty prompt"
-        except Exception as error:  # of whatever kind the tokenizer raises
+        except Exception as error:  # a tokenizer may raise any kind
             length, what, why = 0, f"{of}prompt {row} cannot be tokenized", f"{type(error).__name__}: {error}"
         if room is not None and length > max(0, room):
             what = f"{of}prompt {row} is too long: {length} tokens, and the limit is {max(0, room)}"

@@ -25,7 +25,7 @@ PROOFS: Mapping[str, Proof] = {
     "clips and budgets": gradients.prove_clipping,
     "a teacher, and the sampler": anchors.prove_teacher,
     "a head of k tokens: noise": anchors.prove_noise,
-    "a teacher: forms that claim the same": anchors.prove_wrong_forms,
+    "a teacher: forms that claim its KL": anchors.prove_wrong_forms,
     "controllers": gradients.prove_controllers,
     "thirty nats": values.prove_numerics,
 }

@@ -1,7 +1,7 @@
-"""Checks of a second anchor and of the sampler as one: means, placements, noise, and the forms that claim the same.
+"""Checks of a second anchor and of the sampler as one: means, placements, noise, and other forms that claim to be it.
 
-A teacher's KL is that to a reference with another model in its place; what a head of k tokens and its tail add is
-held here to the definitions. A test of means alone does not see a form that is noisier than no head at all: so the
+A teacher's KL is the KL to a reference that is another model; this module holds a head of k tokens and its tail
+to the definitions. A test of means alone does not see a form that is noisier than no head at all: so the
 noise is measured too, at the teacher, where it must be 0 in every sample.
 """
 
@@ -85,7 +85,7 @@ def _means() -> Iterator[Check]:
 
 
 def _error(chain: Chain, kl: tuple[float, Tensor], teacher: TeacherConfig) -> float:
-    """The largest error of a KL's value (nats) and gradient (a share of it), against those by definition."""
+    """The largest error of a KL's value (nats) and of its gradient (relative), against the definitions."""
     (value, gradient), loss = kl, as_loss(teacher)
     off = (expected_gradient(chain, loss) - gradient).norm() / gradient.norm()
     return max(abs(expected(chain, loss).item() - value), off.item())
@@ -178,7 +178,7 @@ def _plus(teacher: TeacherConfig) -> Loss:
 
 
 def constants(y: Outcomes, teacher: TeacherConfig, head: float, tail: float) -> Tensor:
-    """What constants added to delta add: the head's mass, and the weighted score of a token outside of it."""
+    """What constants added to delta add: the head's mass, and the weighted score of a token outside the head."""
     logits = y.policy_logits if teacher.teacher_head == "student" else y.teacher_logits
     inside = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.topk(teacher.teacher_top_k).indices, True)
     drawn = inside.gather(-1, y.tokens.clamp(min=0)[..., None])[..., 0]
@@ -199,7 +199,7 @@ def _position(logits: Sequence[Sequence[float]]) -> Chain:
 
 
 def prove_wrong_forms() -> list[Check]:
-    """Checks what forms that claim the KL to a teacher do instead: each differentiated as it is written."""
+    """Checks what forms that claim the KL to a teacher do instead: each differentiated as written."""
     return [*_other_heads(), *_other_tails(), *_other_gradients()]
 
 

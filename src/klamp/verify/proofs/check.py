@@ -16,7 +16,7 @@ EXACT = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A claim, what was measured of it, and whether the measurement agrees."""
+    """A claim, its measurement, and whether they agree."""
 
     claim: str
     expected: str
@@ -59,7 +59,7 @@ def run_section(section: str, proof: Proof) -> list[Check]:
     """Runs the checks of a section; an exception becomes a failed check."""
     try:
         checks = proof()
-    except Exception as error:  # whatever broke, the user is to see a row that says FAIL
+    except Exception as error:  # the user sees a row FAIL for any error
         text = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
         checks = [Check(claim="the proof runs to its end", expected="no error", measured=text, passed=False)]
     return [dataclasses.replace(check, section=section) for check in checks]
@@ -91,7 +91,7 @@ def follows(
     factor: float = 1.0,
     anchor: str = "ref",
 ) -> Check:
-    """A check that gradients are those of the named divergence, times a factor, in every world; `anchor`: to whom."""
+    """A check that gradients equal the named divergence's, times a factor, in every world; `anchor`: to whom."""
     followed = name_gradient(gradients, worlds)
     texts = IN_WORDS.get(name, name), followed.in_words
     words, measured = (say_of(anchor, text) for text in texts)

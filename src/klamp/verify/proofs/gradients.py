@@ -51,13 +51,13 @@ def prove_gradients() -> list[Check]:
 
 
 def prove_formulas() -> list[Check]:
-    """Checks the gradients of plain formulas that are differentiated as they are written, without klamp."""
+    """Checks the gradients of plain formulas, differentiated as written, without klamp."""
     rows: list[Claim] = [
         ("k1 as a loss, tokens of the policy", "zero", "policy", lambda y: y.log_ratio),
         ("k1 as a loss, tokens of another sampler", NOTHING_KNOWN, "other", lambda y: y.log_ratio),
         ("w k1 differentiated", "reverse", "other", lambda y: y.weight * y.log_ratio),
         ("sg(w) k2", "reverse", "other", lambda y: y.weight.detach() * _k2(y)),
-        ("w k2 differentiated: that of E[k2]", "E[k2]", "other", lambda y: y.weight * _k2(y)),
+        ("w k2 differentiated: follows E[k2]", "E[k2]", "other", lambda y: y.weight * _k2(y)),
         ("w k3 differentiated (DeepSeek-V3.2, RPG)", "reverse", "other", lambda y: y.weight * printed_k3(y)),
         ("sg(w) k3", "forward", "other", lambda y: y.weight.detach() * printed_k3(y)),
         ("k1 in the reward", "reverse", "policy", in_reward(lambda y: y.log_ratio)),
@@ -98,7 +98,7 @@ def _follow(rows: Iterable[Claim], sizes: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _known(chain: Chain) -> Truths:
-    """The known gradients, with those of E[k2] and of the L1 distance, prefixes held fixed."""
+    """The known gradients, E[k2]'s and the L1 distance's among them, prefixes held fixed."""
     log_p, log_q = chain.logprobs("policy"), chain.logprobs("ref")
     rows = {"E[k2]": log_p.exp() * (log_p - log_q) ** 2 / 2, "L1 distance": (log_p.exp() - log_q.exp()).abs()}
     reached = prefix_probs(chain, "policy").detach()
@@ -136,7 +136,7 @@ def prove_sequences() -> list[Check]:
 
 
 def prove_sequence_formulas() -> list[Check]:
-    """Checks the same for formulas that are differentiated as they are written, without klamp."""
+    """Checks formulas of whole completions, differentiated as written, without klamp."""
     rows: list[Claim] = [
         ("half the square of the summed log-ratio", "reverse", "policy", lambda y: y.log_ratio.sum(-1) ** 2 / 2),
         ("k1 reward-to-go (FRPO)", "reverse", "policy", lambda y: _to_go(y.log_ratio).detach() * y.policy_logprobs),

@@ -130,7 +130,7 @@ def _forward_slopes() -> Iterator[Check]:
 
 
 def _masked() -> Iterator[Check]:
-    """Checks that masked positions reach neither value nor gradient, whatever they hold."""
+    """Checks that masked positions reach neither value nor gradient, for any number in them."""
     for poison in (-math.inf, math.nan):
         policy = torch.tensor([[-1.0, poison]], requires_grad=True)
         ref, mask = torch.tensor([[-2.0, poison]]), torch.tensor([[True, False]])
