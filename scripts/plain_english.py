@@ -29,7 +29,7 @@ PATTERNS = {
     r"\b(says|speaks?|spoke|said) of\b": "describes, names",
     r"\b(stands?|stood) (in|on|for|at|beside|there|above|below|under)\b": "is in, means, is listed in",
     r"\b(lies|lie|lay) (in|on|at|there|beside|above|below|under|between)\b": "is in, is between",
-    r"\bcarries (?!(the|a|no) KL)": "has, contains",
+    r"\bcarries (?!are|(the|a|no) KL)": "has, contains",
     r"\bis heard\b|\bhears\b": "is read",
     r"\bknows\b": "reads, has",
     r"\bof (whom|whose)\b|\bin whose\b": "split the sentence",

@@ -121,7 +121,7 @@ def test_policy_and_reference_the_wrong_way_round_are_refused():
     mask = torch.ones(1, 2, dtype=torch.bool)
     batch = flat_batch(policy_logprobs=constant, ref_logprobs=scored, mask=mask, advantages=torch.zeros(1))
     for swapped in (lambda: kl_penalty(constant, scored, mask), lambda: grpo_loss(batch, objective_of(beta=0.1))):
-        with pytest.raises(ConfigError, match="the reference carries the gradient, and the policy none"):
+        with pytest.raises(ConfigError, match="the reference has a gradient, and the policy has none"):
             swapped()
     kl_penalty(constant, constant, mask)
     kl_penalty(scored, scored.clone(), mask)

@@ -28,7 +28,7 @@ HOSTS = {
 
 
 def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
-    """Find what a name stands for: a package of the table, or `module:function`.
+    """Find the subject of a name: a package of the table, or `module:function`.
 
     Raises:
         UnknownNameError: neither a host nor of the form `module:function`.
@@ -51,13 +51,13 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
         with warnings.catch_warnings(action="ignore"):  # theirs, on import and on deprecated options; not about the KL
             logging.disable(logging.WARNING)
             subject: Subject = getattr(import_module("klamp.audit.trainers"), name)()
-            subject.losses[0].verdict()  # whatever has moved shows here
+            subject.losses[0].verdict()  # a changed interface raises an error here
     except KlampError:
         raise
     except Exception as error:  # a host that moved its KL may fail in any way
         what, got = f"the KL of {requirement.name} {installed} cannot be reached", f"{type(error).__name__}: {error}"
         why = f"this was tried with {tried}, complete with dependencies"
-        fix = f'pip install "{tried}", or audit its function by itself: klamp audit module:function'
+        fix = f'pip install "{tried}", or audit one function: klamp audit module:function'
         raise UnsupportedVersion(what, got=got, why=why, fix=fix) from error
     finally:
         logging.disable(logging.NOTSET)

@@ -75,7 +75,7 @@ class _Problem(NamedTuple):
     """The gradient to explain and the candidates."""
 
     target: Array
-    noise: Array  # without that of a KL
+    noise: Array  # without a KL's noise
     tokens: Tokens
     used: Array  # the indices that are fitted
     policies: list[Form]
@@ -111,7 +111,7 @@ def explain(tokens: Tokens, *, simple: bool = False) -> Decomposition:
 
 
 def _stages(problem: _Problem, means: tuple[str, ...], *, simple: bool) -> Iterator[tuple[str, Iterable[Fit]]]:
-    """The fits of each stage, the simplest stage first; computed only as far as they are asked for."""
+    """The fits of each stage, the simplest stage first; computed lazily."""
     same, crossed = [(x, x) for x in means], [(w, u) for w in means for u in means if w != u]
     yield "no KL", _alone(problem, means)
     if problem.policies:
@@ -131,7 +131,7 @@ def _accepted(fits: Iterable[Fit]) -> list[Fit]:
 
 
 def _alone(problem: _Problem, means: tuple[str, ...]) -> list[Fit]:
-    """A policy loss without a KL; where there are no advantages, no gradient at all."""
+    """A policy loss without a KL; without advantages, no gradient at all."""
     if not problem.policies:
         return [_refined(problem, None, None, (None, None))]
     return [_refined(problem, form, None, (mean, None)) for mean in means for form in problem.policies]

@@ -14,7 +14,7 @@ from klamp.audit.verdict import CheckFinding, finding
 
 ROUNDING = 1e-5  # a log-probability this far above 0 is still rounding
 MISMATCH = 0.1  # the median difference between sampler and trainer, in nats, that is more than rounding
-EXPLAINED = 1e-3  # the largest residual, as a share of the advantages, at which a form of them is accepted
+EXPLAINED = 1e-3  # the largest residual, as a share of the advantages, for an accepted form
 KINDS = {"k1": "reverse", "k3": "k3", "abs": "sign"}  # what the advantages hold -> the class of the KL
 LOGPROBS = ("policy_logprobs", "ref_logprobs", "old_logprobs", "sampler_logprobs")
 
@@ -46,7 +46,7 @@ def _shifted(name: str, x: Array, policy: Array, mask: Any) -> Iterator[CheckFin
     here, early, late = (_gap(x, policy, mask, shift) for shift in (0, -1, 1))
     shift, where, near = (1, "next", late) if late[0] < early[0] else (-1, "previous", early)
     if near[2] >= 12 and near[0] < 0.5 * here[0] and near[1] > max(0.8, here[1] + 0.3):
-        what = f"{name} is one token off: the value of a token stands at the {where} token's place (correlation "
+        what = f"{name} is one token off: the value of a token is at the {where} token's place (correlation "
         what += f"{near[1]:.2f} there, {here[1]:.2f} in place)"
         yield finding("shift", what=what, tensor=name, shift=shift)
 
@@ -102,7 +102,7 @@ def advantage_form(t: Tokens, rewards: Array | None) -> AdvantageForm:
 
 
 def _per_token(t: Tokens, a: Array) -> AdvantageForm:
-    """Advantages that differ within a completion: a KL per token, of this token or of it and the later ones."""
+    """Advantages that differ within a completion: a KL per token, of this token alone or with the later ones."""
     if t.ref is None:
         return AdvantageForm("one per token")
     forms = {

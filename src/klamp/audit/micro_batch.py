@@ -42,8 +42,8 @@ def watch(*, ref_logprobs: Tensor | None = None, advantages: Tensor | None = Non
     """Return the same numbers as tensors that record what the loss does with them.
 
     Compute the loss from them and pass the result as `klamp.check(..., watched=...)`: the policy loss's part of the
-    gradient is then exact, whatever the surrogate, and a shift inside the loss or a detached KL is certain.
-    Shapes and numbers stay as they are; the loss's gradient in the policy does too.
+    gradient is then exact for every surrogate, and a shift inside the loss or a detached KL is certain.
+    Shapes, numbers and the loss's gradient in the policy do not change.
     """
     copies = [None if x is None else x.detach().clone().requires_grad_() for x in (ref_logprobs, advantages)]
     for copy in copies:
@@ -53,7 +53,7 @@ def watch(*, ref_logprobs: Tensor | None = None, advantages: Tensor | None = Non
 
 
 def tap(policy_logprobs: Tensor) -> Tensor:
-    """Return the argument, and remember it: `klamp.check(loss)` then knows which tensor the loss was computed from."""
+    """Return the argument, and remember it as the tensor that the loss is computed from, for `klamp.check(loss)`."""
     _TAPPED[:] = [policy_logprobs]
     return policy_logprobs
 
@@ -293,7 +293,7 @@ class _Batch:
         """The advantages' part of the gradient, and whether the reference is in the loss's value alone."""
         a, ref = watched.advantages, watched.ref_logprobs
         if a is not None and (slope := self._gradient(self.loss, a, create_graph=True)[0]) is not None:
-            push = self._gradient((slope * a.detach()).sum())  # exact for whatever is linear in the advantages
+            push = self._gradient((slope * a.detach()).sum())  # exact for a loss that is linear in the advantages
             if any(x is not None and x.any() for x in push):
                 self._store("policy_part", push)
         if ref is not None and not self.is_list:
@@ -318,7 +318,7 @@ def _total(parts: Sequence[Tensor | None]) -> Tensor:
 
 
 def _dense(x: Any) -> Any:
-    """A number, a tensor, or a list of them, as an array in float64 on the CPU; 1-D tensors of a list are padded."""
+    """A number, a tensor, or a list, as an array in float64 on the CPU; 1-D tensors of a list are padded."""
     if isinstance(x, Tensor | float | int):
         return torch.as_tensor(x).detach().double().cpu().numpy()
     if all(isinstance(part, Tensor) and part.ndim == 1 for part in x):
@@ -356,7 +356,7 @@ def is_copy(x: Tensor, loss: Tensor) -> bool:
 
 def reaches_around(loss: Tensor, inputs: Sequence[Tensor], watched: Watched | None) -> bool:
     """Whether the loss reaches a parameter by a path that avoids these tensors."""
-    # The nodes themselves, which keeps them alive: the id of a node that is gone may be that of another one.
+    # The nodes themselves, which keeps them alive: a freed node's id may belong to another one.
     stop = {x.grad_fn for x in inputs if x.grad_fn is not None}
     passed = {id(x) for x in (*inputs, *(watched or ())) if isinstance(x, Tensor)}
     leaves = (getattr(node, "variable", None) for node in nodes_of(loss, stop))

@@ -41,7 +41,7 @@ def check_pair(
 ) -> Verdict:
     """Checks that a policy and its teacher read one conversation in the same way; loads no model.
 
-    Every pair of values is (policy, teacher). Ids are those of the example, prompt and answer, without padding.
+    Every pair of values is (policy, teacher). Ids are the example's, prompt and answer, without padding.
 
     Args:
         policy_tokenizer: the policy's: any object with `get_vocab`, `encode` and `decode`.

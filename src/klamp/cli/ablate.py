@@ -23,7 +23,7 @@ from klamp.lab.ablate.results import NOTES, ArmRow, Outcome, Result, is_done, te
 from klamp.lab.folders import free_folder, read_config
 
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
-"""Field -> an ablation's default if it differs from that of `klamp train`: many runs need much room on disk."""
+"""Field -> an ablation's default if it differs from `klamp train`'s: many runs need much room on disk."""
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, executor: Executor | None = None) -> int:
@@ -122,7 +122,7 @@ def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
 
 
 def _with_recipe(arm: Arm, preset: str | None, fixed: Mapping[str, Any]) -> Arm:
-    """The arm with the fields of its preset (else of that of the base), but for the fixed ones, which win."""
+    """The arm with the fields of its preset (else the base's), except the fixed ones, which win."""
     values = {"preset": preset, **arm.values}
     recipe = preset_values(values.pop("preset"))
     return Arm(name=arm.name, values={name: value for name, value in recipe.items() if name not in fixed} | values)
@@ -143,7 +143,7 @@ def read_plan(file: str | None) -> Mapping[str, Any]:
     """What a plan's YAML file (docs/ablation.md) holds; a ConfigError for what cannot be read."""
     content, keys = load_yaml(at_home(file)) if file else {}, ("name", "base", "sweep", "arms", "seeds", "kl_prompts")
     if unknown := [str(key) for key in content if key not in keys]:
-        why = f"a plan has the keys {', '.join(keys)}; fields of klamp train stand under base, sweep and arms"
+        why = f"a plan has the keys {', '.join(keys)}; fields of klamp train belong under base, sweep and arms"
         raise unknown_name(f"key in {file}", unknown[0], keys, why=why)
     prompts = content.get("kl_prompts", KL_PROMPTS)
     if type(prompts) is not int or prompts < 1:
@@ -157,7 +157,7 @@ def seeds_of(value: object) -> tuple[int, ...]:
     seeds: Sequence[Any] = range(value) if type(value) is int else value if isinstance(value, list) else ()
     if not 1 <= len(seeds) <= 1000 or not all(type(seed) is int and seed >= 0 for seed in seeds):
         why = "they are a number of seeds, or the seeds, whole numbers of at least 0"
-        raise ConfigError("seeds cannot be read", got=repr(value), why=why, fix="3 stands for the seeds 0, 1 and 2")
+        raise ConfigError("seeds cannot be read", got=repr(value), why=why, fix="3 means the seeds 0, 1 and 2")
     return tuple(seeds)
 
 

@@ -36,7 +36,7 @@ def with_file(options: BaseOptions, flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(values: Mapping[str, Any], *, output_dir: str | None = None) -> TrainConfig:
-    """The configuration of some fields and perhaps a preset; `output_dir` is that of a flag."""
+    """The configuration of some fields and perhaps a preset; `output_dir`: a flag's."""
     values = dict(values)
     if isinstance(folder := values.get("resume"), str):
         if at_home(output_dir or folder) != at_home(folder):

@@ -35,7 +35,7 @@ class EvaluatedPolicy(NamedTuple):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Evaluate a policy and print its scores, or one JSON object of them; returns the exit code."""
+    """Evaluate a policy and print its scores, as text or one JSON object; returns the exit code."""
     options, changes = read_command("evaluate", argv)
     with warnings.catch_warnings(action="ignore", category=KLWarning):  # of a KL that nobody is about to train with
         subject = find_subject(options.checkpoint, changes)

@@ -14,7 +14,7 @@ from klamp.lab.folders import run_folder
 from klamp.lab.sizing import GB, Load, Shape, load_of, reasons, sizes_of, spread
 
 HOST, PORT = "127.0.0.1", 8001
-"""Where TRL's server of vLLM is told to listen: 8000 may be a teacher's."""
+"""The address of TRL's vLLM server: 8000 may be a teacher's."""
 INSTALL = {
     "trl": "pip install '.[train,trl]' 'trl[vllm]' deepspeed   # once; TRL 1.16 names vLLM 0.22 to 0.31",
     "verl": "pip install '.[train,verl]' 'verl[vllm]'   # once, apart from others; verl 0.9.1 names vLLM 0.24.0",

@@ -96,14 +96,14 @@ def run_explain(argv: Sequence[str]) -> int:
 
 
 def explain(argv: Sequence[str]) -> list[Explanation]:
-    """The explanations that a command line asks for; without a name, that of its flags alone."""
+    """The explanations that a command line asks for; without a name, one of its flags alone."""
     options, flags = read_command("explain", argv)
     return [_explain(options, name, flags) for name in options.names or ("these flags",)]
 
 
 def _explain(options: ExplainOptions, name: str, flags: Mapping[str, Any]) -> Explanation:
     if name in FORMS and flags:  # some are presets, too
-        why, fix = "it is explained as it is printed", "klamp explain --preset NAME ... for a configuration"
+        why, fix = "it is explained as printed", "klamp explain --preset NAME ... for a configuration"
         raise ConfigError("a printed form takes no flags", got=f"{name}, {', '.join(flags)}", why=why, fix=fix)
     if name in FORMS:
         return explain_form(name)
@@ -114,7 +114,7 @@ def _explain(options: ExplainOptions, name: str, flags: Mapping[str, Any]) -> Ex
     elif options.names:
         why = "it is no preset, no printed form, no .yaml"
         raise unknown_name("preset, printed form or file", name, {*PRESETS, *FORMS}, why=why)
-    with warnings.catch_warnings(action="ignore", category=KLWarning):  # the explanation says the same, in its place
+    with warnings.catch_warnings(action="ignore", category=KLWarning):  # the explanation has the caution
         values = with_file(options, flags)
         config, preset, longest = config_of(values), values.get("preset"), values.get("max_completion_length")
         setting = Setting(

@@ -1,4 +1,4 @@
-"""What stands beside a field of a configuration: its numbers, its other names, what it needs, which hosts limit it.
+"""What a field has besides its value: its range, its other names, its needs, its limits in hosts.
 
 Checks, cautions, refusals of hosts, flags and their other names are made from it. The text under a field is its help.
 """
@@ -65,7 +65,7 @@ def setting(
         numbers: which numbers it takes.
         needs: what it needs to have an effect; the first need that is not met is the one that a caution names.
         limits: values that some hosts refuse.
-        ignored_by: hosts that do not read it; they warn of it.
+        ignored_by: hosts that do not read it, and warn.
         aliases: its names in other trainers.
         text: the dataclass and its field that hold the text, and the words that are filled in; None: it has its own.
     """
@@ -135,7 +135,7 @@ def resolve_aliases(values: Mapping[str, Any], names: set[str], aliases: Mapping
     for key, value in values.items():
         name = aliases.get(key, key)
         if name not in names:
-            why = "it is no field of the configuration"
+            why = "the configuration has no such field"
             raise unknown_name("configuration key", key, names | aliases.keys(), why=why)
         if name in resolved and resolved[name] != value:
             raise ConfigError(
@@ -168,7 +168,7 @@ def accepts_aliases(cls: type[Config]) -> type[Config]:
 
 
 def check_server(url: str | None, field: str, *, key: str) -> None:
-    """Refuse what is no address of a server, and one with a user, a password or a query; its key comes from `key`."""
+    """Refuse an invalid address of a server, and one with a user, password or query; the key comes from `key`."""
     _refuse_secrets(url, field, fix=f"write http://HOST:PORT; the server's key comes from {key}")
     if url is not None and not _is_sound(url):
         raise ConfigError(f"{field}={url!r} is no address", why="it is asked over HTTP", fix="write http://HOST:PORT")
@@ -191,5 +191,5 @@ def _is_sound(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return plain and parts.port != 0 and parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:  # what urlsplit says of ports and of IPv6
+    except ValueError:  # raised by urlsplit for ports and IPv6
         return False

@@ -54,7 +54,7 @@ PRESETS: Mapping[str, Preset] = {
         {"beta": 0.02, "kl_placement": "reward", **_K1_OVER_SEQUENCES},
         {"loss_type": "grpo", "scale_rewards": "none", **_GROUP_MEAN},
     ),
-    # The paper names neither beta, which varies with the domain, nor the threshold of the mask.
+    # The paper does not name beta, which varies with the domain, or the mask's threshold.
     "deepseek-v3.2": Preset(
         "DeepSeek-V3.2, arXiv:2512.02556",
         {"beta": 0.001, "kl_off_policy": "token"},

@@ -40,13 +40,13 @@ def group_advantages(
         scale "std"     a_i / (s + eps)
 
     Sampler: the G completions of a prompt are independent samples of the policy.
-    Value: `leave_one_out` without scaling gives an unbiased policy gradient, `mean` one that is (G - 1)/G of it, `std`
+    Value: `leave_one_out` without scaling gives an unbiased policy gradient, `mean` (G - 1)/G of that one, `std`
     a biased one. A group whose rewards are all equal gives exactly 0, never rounding noise / eps.
     Gradient: none wanted; rewards carry no gradient.
     Shapes: [B] with the G completions of a prompt next to each other -> [B].
 
     Raises:
-        TensorError: rewards that are no tensor of numbers, or that carry a gradient.
+        TensorError: rewards that are not a tensor of numbers, or have a gradient.
         ShapeError: the batch is not a whole number of groups.
         NonFiniteError: a reward that is NaN or infinite, or so large that its square is (1e18 in float32).
         ConfigError: a group of one, or an eps below 0.

@@ -72,7 +72,7 @@ def _is_number(x: object, *, whole: bool) -> TypeGuard[float]:
 
 
 def is_finite_number(x: object) -> TypeGuard[float]:
-    """Whether it is an int or a float, and neither a bool, nor NaN, nor infinite, nor past the largest float."""
+    """Whether it is a finite int or float within float's range; False for a bool and NaN."""
     return _is_number(x, whole=False) and bool(abs(x) <= sys.float_info.max)
 
 
@@ -124,7 +124,7 @@ def check_flag(name: str, x: object) -> None:
         raise ConfigError(
             f"{name} must be True or False",
             got=describe(x),
-            why="anything else would be taken for one of the two without a word",
+            why="anything else would silently count as one of the two",
             fix=f"{name}={bool(x) if isinstance(x, int) else True}",
         )
 
@@ -156,7 +156,7 @@ MASKS = Kind(
 
 
 def check_tensors(kind: Kind, *, like: Tensor | None = None, **tensors: object) -> None:
-    """Refuse what is no tensor of a kind, or not on the device of the others (of `like`, which was checked before)."""
+    """Refuse anything but a tensor of a kind, on one device with the others (with `like`, checked before)."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TensorError(
@@ -186,7 +186,7 @@ def check_data(**tensors: Tensor) -> None:
             raise TensorError(
                 f"{name} must not carry a gradient",
                 got="requires_grad=True",
-                why="it is data; its gradient would train whatever computed it (a value head, a reward model)",
+                why="it is data; its gradient would train the model that computed it (a value head, a reward model)",
                 fix=f"pass {name}.detach()",
             )
 
@@ -195,7 +195,7 @@ def check_roles(policy_logprobs: Tensor, ref_logprobs: Tensor) -> None:
     """Refuse log-probabilities of which the reference's carry the gradient and the policy's none: they are swapped."""
     if torch.is_grad_enabled() and ref_logprobs.requires_grad and not policy_logprobs.requires_grad:
         raise ConfigError(
-            "the reference carries the gradient, and the policy none",
+            "the reference has a gradient, and the policy has none",
             got="policy_logprobs.requires_grad=False, ref_logprobs.requires_grad=True",
             why="a penalty pulls on the policy's alone: none would flow, and every log-ratio has the wrong sign",
             fix="pass the policy first; where they stand right, pass ref_logprobs.detach()",
@@ -214,7 +214,7 @@ def check_values_exist(name: str, x: Tensor) -> None:
 
 
 def check_instance(name: str, x: object, kind: type, *, fix: str = "") -> None:
-    """Refuse what is not of a class; a dict is told how to become one."""
+    """Refuse an object of another class; for a dict the error says how to convert it."""
     if isinstance(x, kind):
         return
     raise ConfigError(

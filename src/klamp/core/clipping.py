@@ -3,7 +3,7 @@
 A clip acts on a total: the KL of one completion in nats. Taking relu of a *sampled* KL leaks (at KL .05, threshold .1
 and noise .5 the gate is open 46 % of the time), so klamp gates: the derivative of the clip, at a detached low-noise KL,
 multiplies a correct gradient. A gate computed from the same sampled tokens is correlated with them and follows no KL
-(cosine .6 to .9 with what it stands for): it is computed from the other completions, see `gate_kl`.
+(cosine .6 to .9 with the intended gradient): it is computed from the other completions, see `gate_kl`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def clip_kl(
     method: ClipMethod,
     temperature: float = 1.0,
 ) -> Float[Tensor, "*shape"]:
-    """The part of a KL that lies above a threshold; KL, threshold and the temperature (the soft clip's width) in nats.
+    """The part of a KL above a threshold; KL, threshold and the temperature (the soft clip's width) in nats.
 
     Equation::
 
@@ -69,8 +69,8 @@ def clip_kl(
 
     Raises:
         UnknownNameError: an unknown method.
-        ConfigError: a temperature that is not positive, or a threshold that is no finite number.
-        TensorError: a KL that is no tensor of floating-point numbers, or a threshold on another device.
+        ConfigError: a temperature that is not positive, or a threshold that is not finite.
+        TensorError: a KL that is not a tensor of floating-point numbers, or a threshold on another device.
         ShapeError: a threshold that does not broadcast.
 
     Source: the clipping notes (docs/sources.md)
@@ -153,12 +153,12 @@ def gate_kl(
     the others (leave-one-out), of those that are `measured` (None: all); 0 if none is left. f being the clip and K the
     sequence's KL, the tangent f(m) + f'(m) (K - m) is charged.
     Bias: without `own`, m does not depend on the tokens that the gate f'(m) multiplies, so that the expected gradient
-    is E_others[f'(m)] grad KL, whatever the estimator of K. With `own` the two are correlated: right only where the
-    gradient is that of the exact KL with the prefixes held fixed, and then that of f(mean of the members).
+    is E_others[f'(m)] grad KL, for every estimator of K. With `own` the two are correlated: right only if K's gradient
+    is the exact KL's at fixed prefixes; the whole then follows f(mean of the members).
 
     Raises:
         ShapeError: the batch is not a whole number of groups.
-        ConfigError: the mean of the others, and there are none; or level `sequence` without `own`.
+        ConfigError: the mean of the others in a group of one; or level `sequence` without `own`.
     """
     check_name("KL clip level", level, get_args(ClipLevel))
     kl = upcast(sequence_kl.detach())

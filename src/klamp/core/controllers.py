@@ -104,7 +104,7 @@ class FixedController:
         return min(max(value, self.min_value), self._upper)
 
     def update(self, kl: float, n_steps: int = 1) -> float:
-        """Take in a measured KL (exact, or the mean of k3) that stands for `n_steps`; return the new coefficient.
+        """Take in a measured KL (exact, or the mean of k3) of `n_steps`; return the new coefficient.
 
         Raises:
             NonFiniteError: a KL that is NaN, infinite or negative.
@@ -202,7 +202,7 @@ class HoldController(FixedController):
             self._take(self.state._replace(landing=landing * math.sqrt(target / self.target)))
 
     def _pooled(self, landing: float) -> float:
-        """Where to land with what this step says of it: squares are averaged, as variances of rewards are."""
+        """Where to land, updated by this step: squares are averaged, like variances of rewards."""
         if self.landing is None or landing < 0:
             return landing if self.landing is None else self.landing
         return math.hypot(math.sqrt(1 - _POOLED) * landing, math.sqrt(_POOLED) * self.landing)

@@ -51,7 +51,7 @@ class EstimatorRow:
 
 
 def check_estimator(name: str, *, function: str) -> None:
-    """Refuse what is no estimator of sampled tokens."""
+    """Refuse a name that is not an estimator of sampled tokens."""
     if str(name) == "exact":
         raise ConfigError(
             f"{function} cannot form the exact KL from log-probabilities of sampled tokens",
@@ -103,7 +103,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             bias="unbiased where the reference's support lies within the sampler's",
             non_negative=True,
             gradient_as_loss="forward",
-            caution="follows the gradient of KL(ref||policy) at each position, not that of the KL(policy||ref) that "
+            caution="follows the gradient of KL(ref||policy) at each position, not of KL(policy||ref), which "
             "its value estimates. Use kl_gradient='reverse', or name it: 'forward'.",
             remark="low noise near the reference; far away noisier than k1 (Gaussian log-ratios: past 0.63 nats)",
         ),
@@ -138,9 +138,9 @@ def kl_estimate(
     Sampler: the tokens must be drawn from the policy.
     Value: k1 unbiased, any sign; k2 biased in third order; k3 unbiased (if the reference's support lies within the
     sampler's), >= 0; abs over-estimates.
-    Gradient: that of the formula. As a loss, k1 has expected gradient 0, k2 that of KL(policy || ref), k3 that of
+    Gradient: the formula's. As a loss, k1 has expected gradient 0, k2 follows KL(policy || ref), k3 follows
     KL(ref || policy). Use `kl_penalty` to choose the gradient.
-    Shapes: any, equal -> the same. float16 and bfloat16 are computed in float32; nothing is clamped.
+    Shapes: any, equal -> that shape. float16 and bfloat16 are computed in float32; nothing is clamped.
 
     Raises:
         TensorError: no tensors, no floating-point numbers, or two devices.
@@ -173,7 +173,7 @@ def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
 def _expectation(log_p: Tensor, log_q: Tensor) -> Tensor:
     """The sum over v of p_v (log p_v - log q_v); where p_v is 0, value and gradient are exactly 0.
 
-    The value is that of `divergence_terms`: the same number without cancellation. The gradient is the plain sum's.
+    The value equals `divergence_terms`'s, without cancellation. The gradient is the plain sum's.
     """
     empty = log_p.detach().exp() == 0  # also where it only rounds to 0, and times an infinite ratio would be NaN
     log_p_safe = torch.where(empty, torch.zeros_like(log_p), log_p)
@@ -214,7 +214,7 @@ def _check_logits(**logits: Tensor) -> None:
                 raise DataError(
                     f"{name} holds {kind}",
                     got=f"positive rows that make up 1, the first entry {float(rows[0, 0]):.4f}",
-                    why="a softmax of them is another distribution, nearly the uniform one",
+                    why="their softmax is another distribution, nearly the uniform one",
                     fix="pass logits, or log-probabilities of the whole vocabulary",
                 )
 
@@ -245,7 +245,7 @@ def exact_kl(
         ShapeError: the logits differ in shape, or have no vocabulary.
         UnknownNameError: an unknown direction.
         DataError: probabilities or negative log-likelihoods.
-        ConfigError: policy and reference swapped (the reference carries the gradient).
+        ConfigError: policy and reference swapped (the reference has the gradient).
 
     Source: arXiv:2504.10637 (Rao-Blackwellised estimation of the KL divergence between language models)
     """

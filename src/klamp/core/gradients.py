@@ -7,7 +7,7 @@ differentiating w * k3: that loses its gradient to cancellation (float32 from ab
     horizon    gradient    c_t                                          expected gradient of the sum over tokens
     token      reverse     w_t delta_t                                  KL(policy || ref) at each sampled prefix
     token      forward     w_t (1 - u_t)                                KL(ref || policy) at each sampled prefix
-    token      own         w_t d value / d delta                        whatever the estimator's own is
+    token      own         w_t d value / d delta                        the estimator's own
     sequence   reverse     rho_t delta_t + sum_{j > t} rho_j f_j        KL(policy || ref) over sequences, exactly
     sequence   forward     rho_t - prod_{j <= t} ref_j / behavior_j     KL(ref || policy) over sequences, exactly
 
@@ -179,7 +179,7 @@ def saturation(dtype: torch.dtype) -> float:
 
 
 def saturated(value: Tensor, delta: Tensor) -> Tensor:
-    """The values, none above `saturation`; where the log-ratio itself is infinite or NaN they stay as they are."""
+    """The values, none above `saturation`; an infinite or NaN log-ratio keeps its value."""
     return torch.where(delta.isfinite(), value.clamp(max=saturation(value.dtype)), value)
 
 
@@ -192,7 +192,7 @@ def check_gradient_choice(value: str, gradient: str, horizon: str) -> None:
         raise ConfigError(
             "gradient 'own' has no sequence horizon",
             got=f"gradient='own', horizon='sequence', value={value!r}",
-            why="an estimator's own gradient is that of one token; the future terms belong to a divergence",
+            why="an estimator's own gradient is one token's; the future terms belong to a divergence",
             fix="use gradient='reverse' or 'forward' with horizon='sequence', or horizon='token'",
         )
     if (value, gradient, horizon) == ("exact", "forward", "sequence"):
@@ -218,7 +218,7 @@ def penalty_from_weights(
     """The penalty of `kl_penalty` for a log-ratio and log-weight that were computed (and detached) before.
 
     `kl_mask` marks the tokens that carry the KL; `delta` and the value of the others are 0. With horizon `sequence`
-    they keep a gradient: that of the generalised KL (top of this module), for which k3 alone is unbiased.
+    they keep the gradient of the generalised KL (top of this module), for which k3 alone is unbiased.
     """
     if kl_mask is not None and (horizon, gradient) == ("sequence", "forward"):
         raise ConfigError(
@@ -258,7 +258,7 @@ def kl_penalty(
     Value: the named estimator (times the off-policy weight), 0 where masked. In a sequence whose gradient is finite it
     ends at 3e30 (float32; k3 passes that at 70 nats), so that the loss is finite too.
     Gradient: summed over tokens and averaged over samples, `reverse` is the gradient of KL(policy || ref), `forward`
-    that of KL(ref || policy), `own` that of the estimator taken as a loss (k1: zero; k2: reverse; k3: forward), `none`
+    of KL(ref || policy), `own` of the estimator taken as a loss (k1: zero; k2: reverse; k3: forward), `none`
     zero. Once differentiable; create_graph and torch.func are refused. Horizon `token` holds the sampled prefixes
     fixed, `sequence` adds what each token does to the KL of later ones. The token ratio alone is not unbiased for
     off-policy sequences; the prefix ratio is.
@@ -278,7 +278,7 @@ def kl_penalty(
         DataError: log-probabilities above 0.
         UnknownNameError: an unknown value, gradient or horizon.
         ConfigError: gradient `own` with horizon `sequence`, a bound that is not positive, or policy and reference
-            swapped (the reference carries the gradient).
+            swapped (the reference has the gradient).
 
     Source: DeepSeek-V3.2 arXiv:2512.02556 and RPG arXiv:2505.17508 (token, reverse), FRPO arXiv:2601.10201 (sequence,
     reverse), DeepSeekMath arXiv:2402.03300 (k3 own).
@@ -323,7 +323,7 @@ def exact_penalty(
     Equation: gradient of term t = w_t grad exact_t, plus, with horizon `sequence`, sg(sum_{j > t} rho_j exact_j)
     grad log policy_t: the Rao-Blackwellised gradient of the KL over sequences.
 
-    Value: w_t * exact_t. The weight of position t is that of the prefix *before* t, since the vocabulary at t is summed
+    Value: w_t * exact_t. Position t has the weight of the prefix *before* t, since the vocabulary at t is summed
     over, not sampled: the inclusive weights `log_w` are shifted by one.
     Gradient: `reverse` and `own` differentiate `exact`; `forward` differentiates `surrogate`, the exact forward KL.
     `kl_mask` marks the positions that carry the KL; with horizon `sequence` the others keep the gradient of later ones.

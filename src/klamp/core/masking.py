@@ -1,7 +1,7 @@
 """Masked sums and means, the four ways in which values of tokens become one loss, and a sample of the sequences.
 
-Every function computes in float32 (float64 stays float64) and applies the mask with `where`, so that whatever stands
-in a masked position (padding, -inf, NaN) changes neither the value nor the gradient.
+Every function computes in float32 (float64 stays float64) and applies the mask with `where`, so that no number
+in a masked position (padding, -inf, NaN) changes the value or the gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Totals(NamedTuple):
     """How many sequences and tokens a whole optimizer step has, for losses that see a part of it at a time.
 
     With it, `grpo_loss` divides each part by the size of the whole, so that losses and gradients of the parts, on all
-    processes, add up to those of the whole batch. Counts are over all processes; tensors spare a wait for the GPU.
+    processes, add up to the whole batch's. Counts are over all processes; tensors spare a wait for the GPU.
     """
 
     sequences: float | Tensor
@@ -42,7 +42,7 @@ def masked(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Te
         raise ShapeError(
             "the mask does not fit the values",
             got=f"values {tuple(x.shape)}, mask {tuple(mask.shape)}",
-            why="the mask says of each value whether it counts",
+            why="the mask says whether each value counts",
             fix="pass one log-probability per token (not logits), and a mask of the same shape",
         )
     x = upcast(x)
@@ -124,7 +124,7 @@ def reduce_tokens(
 
     Args:
         totals: the size of the whole batch, of which this is a micro-batch, so that micro-batches add up exactly.
-        carried: the tokens that n_i counts, those of the KL; None: all in `mask`.
+        carried: the tokens with the KL, which n_i counts; None: all in `mask`.
 
     Source: GRPO arXiv:2402.03300 (sequence_mean), DAPO arXiv:2503.14476 (token_mean), Dr. GRPO arXiv:2503.20783
     (fixed_length).
@@ -150,7 +150,7 @@ def total_denominator(
         raise ConfigError(
             "reduction 'fixed_length' needs a length",
             got=length,
-            why="it divides by sequences * length, whatever was generated",
+            why="it divides by sequences * length, at any generated length",
             fix="pass length=max_completion_length",
         )
     return totals.sequences * length

@@ -103,7 +103,7 @@ def number(value: float) -> str:
 
 
 LONG = 20
-"""Values of a curve in whose scatter a single jump is little."""
+"""Values of a curve after which a single jump adds little to the scatter."""
 
 
 def is_apart(a: Sequence[float], b: Sequence[float], *, errors: float, curve: Sequence[float] = ()) -> bool:
@@ -137,11 +137,11 @@ def is_beyond(history: History, name: str, value: float, limit: float, *, steps:
 
 
 FEW_TOKENS = 200
-"""Tokens of a step whose record tells neither them nor the length of a completion; no step has fewer, mostly."""
+"""Tokens of a step if the record has no token counts and no lengths; few steps have fewer."""
 
 
 def count_tokens(history: History) -> float:
-    """The tokens of the latest step, or the least that its record tells."""
+    """The tokens of the latest step, or a lower bound from its record."""
     last, prompts = history.latest, history.settings.prompts or 1
     tokens = sum(len(completion.log_ratios()) for completion in history.written)
     tokens = tokens or last.get("length/mean", 0.0) * prompts

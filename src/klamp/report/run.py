@@ -11,7 +11,7 @@ from klamp.doctor.history import History
 from klamp.report.text import MINUS, MISSING, Read, count, reader, rounded
 
 OURS = "klamp run"
-"""The source of a run of klamp, whose scores are those of its tasks."""
+"""The source of a run of klamp, whose scores belong to its tasks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,13 @@ class ReportRun:
     """A run as the report shows it: its diagnosed history, its configuration, its versions."""
 
     name: str
-    """A short name, different from those of the other runs."""
+    """A short name, different from the other runs' names."""
     path: str
     group: str = ""
     """Runs of one group look alike in charts, as seeds of one configuration do; empty: it looks like no other."""
     diagnosis: Diagnosis
     said: Sequence[str] = ()
-    """Its model, task, KL, day and duration in words, as far as they are known: the first line of the page."""
+    """Its model, task, KL, day and duration in words, as far as known: the first line of the page."""
     outcome: Mapping[str, float] = field(default_factory=dict)
     """What was measured once after training on held-out prompts, such as `kl/reverse`, the exact KL(policy‖start)."""
 
@@ -87,7 +87,7 @@ class ScoreFormat:
     """How scores are written."""
 
     points: bool
-    """Whether as points of 100, else as they are."""
+    """Whether as points of 100, else unchanged."""
 
     @classmethod
     def of(cls, runs: Sequence[ReportRun]) -> ScoreFormat:
@@ -97,7 +97,7 @@ class ScoreFormat:
 
     @classmethod
     def fitting(cls, *scores: Mapping[str, float]) -> ScoreFormat:
-        """The way that fits these scores: as points of 100 where all lie between 0 and 1."""
+        """The way that fits these scores: as points of 100 if all are between 0 and 1."""
         return cls(all(0 <= value <= 1 for by_skill in scores for value in by_skill.values()))
 
     @property

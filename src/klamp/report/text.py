@@ -19,7 +19,7 @@ UNSEEN = "\u115f\u1160\u2800\u3164\uffa0"
 HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 KEPT = "\n\t"
 MARKS = 4
-"""Combining marks that a letter keeps; a heap of them would be drawn over the lines above and below."""
+"""Combining marks that a letter keeps; more would be drawn over the lines above and below."""
 MISSING = "–"
 MINUS = "−"
 LONGEST = 80
@@ -59,7 +59,7 @@ def join(parts: Iterable[str], between: str = "") -> Html:
 
 
 def escape(text: str) -> Html:
-    """A text as HTML, with invisible characters made visible; `Html` is left as it is."""
+    """A text as HTML, with invisible characters made visible; `Html` is returned unchanged."""
     return text if isinstance(text, Html) else Html(html.escape(visible(text), quote=True))
 
 
@@ -121,7 +121,7 @@ def short(value: float | None, *, digits: int = 3) -> str:
 
 
 def rounded(value: float | None, *, decimals: int | None, digits: int = 4) -> str:
-    """A number with so many decimals, or, where there is no rule for them, with so many significant digits."""
+    """A number with so many decimals or, if None, so many significant digits."""
     if decimals is None or value is None or not math.isfinite(value):
         return short(value, digits=digits)
     return f"{value:.{decimals}f}".replace("-", MINUS)
@@ -187,7 +187,7 @@ def decoded(token: str) -> str:
 
 
 def shown(text: str, *, longest: int = LONGEST) -> str:
-    """A token as it is written on the page: nothing invisible in it, and not too long."""
+    """A token for the page: without invisible characters, and not too long."""
     if len(text) > longest:
         text = f"{text[:longest]}…(+{len(text) - longest})"
     if not text:

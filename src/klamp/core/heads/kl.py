@@ -103,7 +103,7 @@ class LinearKL(torch.autograd.Function):
                 slope, ref_z = head.slope(z), ref_z.to(z.dtype)
                 log_z, ref_log_z = (Normaliser(*(x[rows] for x in total)) for total in totals)
                 forbidden = None if bias is None else z.isneginf()
-                if ref_bias is not None:  # what rounds to p = 0 is worth 0, whatever the ratio
+                if ref_bias is not None:  # an entry that rounds to p = 0 is worth 0 at any ratio
                     lost = ref_z.isneginf() & ((z - log_z.near).exp() == 0)
                     forbidden = lost if forbidden is None else forbidden | lost
                 d = slope_of(z, ref_z, log_z, ref_log_z, center[rows]).mul_(g[rows])
@@ -290,7 +290,7 @@ def linear_kl(  # noqa: PLR0913  (two models, and what the KL is over)
 
     With `top_k`: `topk_kl` of the policy's k likeliest tokens, found in the walk that scores the targets.
 
-    Sampler: none needed for the prefix itself (see `exact_kl`); with `top_k` that of the targets, see `log_weight`.
+    Sampler: none needed for the prefix itself (see `exact_kl`); with `top_k` the targets', see `log_weight`.
     Value: exact up to rounding and >= 0: every term is, so that a small KL does not drown in float32. bfloat16 and
     float16 as in `linear_logprobs`.
     Gradient: exact for the prefix, in the policy's hidden states, weight and bias only; rows without incoming gradient
@@ -305,7 +305,7 @@ def linear_kl(  # noqa: PLR0913  (two models, and what the KL is over)
         policy_weight, ref_weight: of their output heads; may be one tensor.
         direction: `reverse` = KL(policy || ref), `forward` = KL(ref || policy), or `js`.
         top_k: tokens in the head, the policy's likeliest; None: the whole vocabulary, and no sample.
-        tail: what stands for the other tokens, see `topk_kl`.
+        tail: the estimate of the other tokens, see `topk_kl`.
         targets: the sampled tokens; `top_k` needs them.
         log_weight: log(policy / sampler) of the targets; None: 0, on-policy.
         policy_bias, ref_bias: of their output heads. An entry that is set to -inf has probability 0.
@@ -372,7 +372,7 @@ def linear_head_kl(  # noqa: PLR0913  (a model, a server's answer, and what the 
             "the head and the targets do not fit the hidden states",
             got=f"head_ids and head_logprobs {shapes[:2]}, targets and target_logprobs {shapes[2:]}",
             why="each row of hidden has K entries, an id and a log-probability each, and one sampled token",
-            fix=f"pass [{rows}, K] and [{rows}], with kept=False where there is no entry",
+            fix=f"pass [{rows}, K] and [{rows}], with kept=False for a missing entry",
         )
     kept = server_head(head_ids, targets, top_k, torch.ones_like(head_ids, dtype=torch.bool) if kept is None else kept)
     ids = torch.cat((torch.where(kept, head_ids, targets[:, None]), targets[:, None]), 1)

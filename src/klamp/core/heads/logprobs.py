@@ -75,7 +75,7 @@ class Picks:
         self.rows, self.ids = rows[first], flat[first]
 
     def within(self, rows: slice, entries: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Which of the tokens lie in a tile, and their row and column there."""
+        """Which tokens are in a tile, and their row and column there."""
         ends = torch.tensor((entries.start, entries.stop), device=self.ids.device)
         first, end = (int(place) for place in torch.searchsorted(self.ids, ends))
         which = torch.arange(first, end, device=self.ids.device)
@@ -137,7 +137,7 @@ class RowScores(NamedTuple):
 
 
 class TopTokens(NamedTuple):
-    """The k likeliest tokens of each row, the likeliest first: ids and log-probabilities, and those of the targets."""
+    """The k likeliest tokens of each row, the likeliest first: ids, log-probabilities, and the targets'."""
 
     ids: Int[Tensor, "rows k"]
     logprobs: Float[Tensor, "rows k"]
@@ -145,7 +145,7 @@ class TopTokens(NamedTuple):
 
 
 def _together(normalisers: Tensor, entropies: Tensor | None, picked: Tensor, ids: Tensor) -> RowScores:
-    """Normaliser, entropy and log-probabilities of the whole vocabulary from those of its parts, [parts, N] each."""
+    """Normaliser, entropy and log-probabilities of the whole vocabulary from its parts', [parts, N] each."""
     normaliser = normalisers.logsumexp(0)
     if entropies is not None:
         share = (normalisers - normaliser).exp()
@@ -288,7 +288,7 @@ def _check_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         raise ShapeError(
             "the targets do not fit the hidden states",
             got=f"targets {tuple(targets.shape)} of {targets.dtype}, hidden {tuple(hidden.shape)}",
-            why="each row of hidden scores one token id, or K of them",
+            why="each row of hidden scores one token id, or K ids",
             fix="pass one integer id per row, or [N, K]",
         )
     wrong = (targets < 0) | (targets >= weight.shape[0])
@@ -357,9 +357,9 @@ def linear_logprobs(
 
     Value: exact up to rounding, <= 0. bfloat16 and float16: products rounded as in a linear layer, the softmax and all
     sums in float32; the result is float32. float64 stays float64.
-    Gradient: that of the equation in hidden, weight and bias, each only if it requires one; once differentiable. A row
+    Gradient: the equation's in hidden, weight and bias, each only if it requires one; once differentiable. A row
     whose incoming gradient is exactly 0 costs no product, and NaN in it reaches nothing. The entropy is detached.
-    Shapes: [N, H], [V, H], [N] or [N, K], bias [V] -> that of the targets, with `return_entropy` and [N]. N and K may
+    Shapes: [N, H], [V, H], [N] or [N, K], bias [V] -> the targets' shape, with `return_entropy` and [N]. N and K may
     be 0, and a row may name a token twice. All K take one walk over the vocabulary, and no memory of [N, K, H].
     Under torch.compile the call is a graph break (not for fullgraph=True); under autocast the inputs are cast as those
     of a linear layer.
@@ -399,8 +399,8 @@ def linear_topk(
 ) -> TopTokens:
     """The k likeliest tokens of each row and their log-probabilities, in the walk that scores the targets.
 
-    Equation, Value, Gradient: those of `linear_logprobs`, which ids these are held fixed; of equally likely tokens any
-    may be left out. They are found tile by tile: one walk over the vocabulary serves policy loss and head.
+    Equation, Value, Gradient: as in `linear_logprobs` at fixed ids; of equally likely tokens any may be left
+    out. They are found tile by tile: one walk over the vocabulary serves policy loss and head.
     Shapes: [N, H], [V, H], targets [N], bias [V] -> ids [N, k], log-probabilities [N, k] and [N]; k is V at most.
 
     Raises:

@@ -2,7 +2,7 @@
 
 The vocabulary is walked in the outer loop and the rows in the inner one, so that each slice of the weight gradient is
 summed in float32 and written once: nothing of size [V, H] exists but the gradient itself. Products are rounded to the
-type of their inputs, as those of any linear layer; everything after them is float32 (float64 stays float64).
+type of their inputs, as in any linear layer; everything after them is float32 (float64 stays float64).
 
 The backward pass needs memory for the weight gradient, [V, H], in any case. If a weight of `KEEP_FROM` entries or more
 learns, this memory is allocated in the forward pass and lent until the backward pass: its slice for c entries of V
@@ -247,7 +247,7 @@ def gradients(products: Products, needs: tuple[bool, ...], of_tile: TileGradient
                 _add_product(part, d.t(), hidden[rows])
             elif d_weight is not None:
                 torch.mm(d.t(), hidden, out=d_weight[entries])
-        if part is not None and d_weight is not None:  # once all rows were asked for: the products lie in its memory
+        if part is not None and d_weight is not None:  # all rows at once: their products are in its memory
             d_weight[entries] = part
     return [d_hidden, d_weight, d_bias]
 
@@ -287,7 +287,7 @@ def check_head(name: str, hidden: Tensor, head: Head) -> None:
             f"{name} hidden states and head do not fit together",
             got=f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}{with_bias}",
             why="the logits are hidden [N, H] times weight [V, H] transposed, plus bias [V]",
-            fix="flatten the hidden states to [N, H] and pass lm_head.weight as it is",
+            fix="flatten the hidden states to [N, H] and pass lm_head.weight unchanged",
         )
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         raise ConfigError(
@@ -296,7 +296,7 @@ def check_head(name: str, hidden: Tensor, head: Head) -> None:
             why="a linear layer refuses it too: one of them would have to be copied",
             fix="cast one of them, or call under torch.autocast",
         )
-    divides = POSITIVE.but("the logits are divided by it", "use that of the sampler or of the model's configuration")
+    divides = POSITIVE.but("the logits are divided by it", "use the sampler's or the model configuration's")
     check_number("temperature", head.temperature, divides)
     check_number("softcap", head.softcap, divides, optional=True)
 

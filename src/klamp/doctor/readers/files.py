@@ -33,7 +33,7 @@ def unreadable(what: str, path: Path, *, why: str, fix: str = "") -> DataError:
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file, or the names and values in a YAML file; a DataError if there is none."""
+    """Read the object in a JSON file, or the names and values in a YAML file; a DataError if the file has neither."""
     yaml = path.suffix == ".yaml"
     parse, kind, holds = (yaml_of, "YAML", "names with values") if yaml else (json_of, "JSON", "JSON object")
     try:
