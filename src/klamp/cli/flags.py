@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import functools
 import math
@@ -12,6 +13,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass
+from importlib.resources import files
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn
@@ -105,6 +107,38 @@ def configured_fields() -> dict[str, Field]:
     return every
 
 
+CONFIGURED = ("config/kl.py", "config/teacher.py", "config/loss.py", "lab/tasks/base.py", "lab/config.py")
+"""The files in klamp that declare these fields, in the order of the sections."""
+
+
+@functools.cache
+def configured_flags() -> dict[str, list[str]]:
+    """Field of the configuration -> its names as a flag, read from the source: an import would bring torch."""
+    bodies = (ast.parse((files("klamp") / place).read_text(encoding="utf-8")).body for place in CONFIGURED)
+    classes = (
+        node for body in bodies for node in body if isinstance(node, ast.ClassDef) and node.name != "TrainConfig"
+    )
+    declared = (node for cls in classes if cls.name.endswith("Config") for node in cls.body)
+    flags = dict[str, list[str]]()
+    for node in declared:
+        if isinstance(node, ast.AnnAssign):
+            name, words = ast.unparse(node.target), (part for part in ast.walk(node) if isinstance(part, ast.keyword))
+            aliases = [alias for word in words if word.arg == "aliases" for alias in ast.literal_eval(word.value)]
+            flags[name] = [name, *aliases, *([f"no_{name}"] if "bool" in ast.unparse(node.annotation) else [])]
+    return flags
+
+
+def with_underscores(argv: Sequence[str]) -> list[str]:
+    """The words of a command line, each flag as its field is written."""
+    return [re.sub("^--[^=]+", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word) for word in argv]
+
+
+def unknown_flag(word: str, flags: Collection[str], *, command: str) -> ConfigError:
+    """The error for a word that a command does not take."""
+    why, fix = f"{command} has no such flag", f"`{command} --help` shows how to call it"
+    return unknown_name("flag or word", word.partition("=")[0], flags, why=why, fix=fix)
+
+
 def read_argv(
     fields: Mapping[str, Field], argv: Sequence[str], *, command: str, several: Collection[str] = ()
 ) -> dict[str, Any]:
@@ -116,19 +150,17 @@ def read_argv(
     parser = _Parser(usage=command, add_help=False, allow_abbrev=False, exit_on_error=False)
     for field in fields.values():
         add_field(parser, field, several=field.name in several)
-    words = [re.sub("^--[^=]+", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word) for word in argv]
-    fix = f"`{command} --help` shows how to call it"
     try:
-        parsed, left = parser.parse_known_intermixed_args(words)
+        parsed, left = parser.parse_known_intermixed_args(with_underscores(argv))
     except argparse.ArgumentError as error:
         named = (error.argument_name or command).partition("/")[0]  # without its aliases
         field = fields.get(named.removeprefix("--").removeprefix("no_"))
         why = "nothing else says what it works on" if field is None else field.text
+        fix = f"`{command} --help` shows how to call it"
         raise ConfigError(f"{named}: {error.message}", why=why, fix=fix) from None
     if left:
-        unknown = next((word.partition("=")[0] for word in left if word.startswith("-")), left[0])
-        flags = parser._option_string_actions
-        raise unknown_name("flag or word", unknown, flags, why=f"{command} has no such flag", fix=fix)
+        word = next((word for word in left if word.startswith("-")), left[0])
+        raise unknown_flag(word, parser._option_string_actions, command=command)
     values = vars(parsed)
     for name, value in values.items():
         if isinstance(value, list):
