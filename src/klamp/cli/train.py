@@ -21,7 +21,7 @@ from klamp.config.loss import configured_price
 from klamp.doctor.alarms_kl import share_in_band
 from klamp.doctor.readers import read_record
 from klamp.errors import TrainingStopped
-from klamp.lab.backends import check_backend, engine_plan, launch, train_run
+from klamp.lab.backends import check_backend, check_installed, engine_plan, launch, train_run
 from klamp.lab.checkpoint import check_resume
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import checkpoint_folders, plain, run_folder
@@ -39,6 +39,7 @@ def run(argv: Sequence[str], *, console: Console | None = None) -> int:
     elif options.dry_run:
         from klamp.lab.setup import open_inputs
 
+        check_installed(config)
         say(plan_text(config, open_inputs(config), argv))
     elif config.run.backend != "local":
         launch(config, argv)
