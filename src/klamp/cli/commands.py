@@ -23,11 +23,11 @@ from klamp.cli.flags import (
     Field,
     add_field,
     configured_fields,
-    configured_flags,
+    configured_names,
     fields_of,
     read_argv,
+    underscored,
     unknown_flag,
-    with_underscores,
 )
 from klamp.doctor.history import Verifier
 
@@ -263,25 +263,22 @@ EVALUATED = (
 
 def fields_after(name: str) -> dict[str, Field]:
     """Every field that a command takes, by its name: its own, then those of the configuration."""
-    return fields_of(COMMANDS[name].options) | {field: configured_fields()[field] for field in _configured(name)}
-
-
-def _configured(name: str) -> Sequence[str]:
-    """The fields of the configuration that a command takes."""
-    if name not in ("train", "ablate", "explain"):
-        return EVALUATED if name == "evaluate" else ()
-    omitted = {*fields_of(COMMANDS[name].options), *(("seed", "resume") if name == "ablate" else ())}  # it sets them
-    return [field for field in configured_flags() if field not in omitted]
+    own = fields_of(COMMANDS[name].options)
+    if name not in ("train", "ablate", "explain", "evaluate"):
+        return own
+    omitted = {*own, *(("seed", "resume") if name == "ablate" else ())}  # an ablation sets them
+    taken = EVALUATED if name == "evaluate" else [field for field in configured_fields() if field not in omitted]
+    return own | {field: configured_fields()[field] for field in taken}
 
 
 def check_flags(name: str, argv: Sequence[str]) -> None:
-    """Refuse a flag that a command does not have, before anything is imported for it."""
-    own = [field for field in fields_of(COMMANDS[name].options).values() if not field.word]
-    names = [(field.name, *([f"no_{field.name}"] if field.is_switch else [])) for field in own]
-    names += [(*configured_flags()[field],) for field in _configured(name)]
-    flags = {f"--{word}" for words in names for word in words}
-    for word in itertools.takewhile(lambda word: word != "--", with_underscores(argv)):
-        if re.match("--?[A-Za-z]", word) and " " not in word and word.partition("=")[0] not in flags:
+    """Refuse a flag that a command cannot have, before torch is imported for the classes of the configuration."""
+    names = {field.name for field in fields_of(COMMANDS[name].options).values() if not field.word}
+    configured = {"evaluate": EVALUATED, **dict.fromkeys(("train", "ablate", "explain"), configured_names())}
+    flags = {f"--{field}" for field in names.union(configured.get(name, ()))}
+    for word in itertools.takewhile(lambda word: word != "--", map(underscored, argv)):
+        flag = word.partition("=")[0].replace("--no_", "--")
+        if re.match("--?[A-Za-z]", word) and " " not in word and flag not in flags:
             raise unknown_flag(word, flags, command=f"klamp {name}")
 
 

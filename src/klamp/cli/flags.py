@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import functools
 import math
@@ -108,35 +107,27 @@ def configured_fields() -> dict[str, Field]:
 
 
 CONFIGURED = ("config/kl.py", "config/teacher.py", "config/loss.py", "lab/tasks/base.py", "lab/config.py")
-"""The files in klamp that declare these fields, in the order of the sections."""
+"""The files in klamp that declare these fields."""
 
 
 @functools.cache
-def configured_flags() -> dict[str, list[str]]:
-    """Field of the configuration -> its names as a flag, read from the source: an import would bring torch."""
-    bodies = (ast.parse((files("klamp") / place).read_text(encoding="utf-8")).body for place in CONFIGURED)
-    classes = (
-        node for body in bodies for node in body if isinstance(node, ast.ClassDef) and node.name != "TrainConfig"
-    )
-    declared = (node for cls in classes if cls.name.endswith("Config") for node in cls.body)
-    flags = dict[str, list[str]]()
-    for node in declared:
-        if isinstance(node, ast.AnnAssign):
-            name, words = ast.unparse(node.target), (part for part in ast.walk(node) if isinstance(part, ast.keyword))
-            aliases = [alias for word in words if word.arg == "aliases" for alias in ast.literal_eval(word.value)]
-            flags[name] = [name, *aliases, *([f"no_{name}"] if "bool" in ast.unparse(node.annotation) else [])]
-    return flags
+def configured_names() -> set[str]:
+    """The names of these fields, other names included, read from the source: an import would bring torch."""
+    text = "".join((files("klamp") / place).read_text(encoding="utf-8") for place in CONFIGURED)
+    bodies = "".join(re.findall(r"^class (?!Train)\w+Config:\n(.*?)(?=^\S)", text, re.MULTILINE | re.DOTALL))
+    aliases = "".join(re.findall(r"aliases=\((.*?)\)", bodies))
+    return {*re.findall(r"^    ([a-z]\w*): ", bodies, re.MULTILINE), *re.findall(r"\w+", aliases)}
 
 
-def with_underscores(argv: Sequence[str]) -> list[str]:
-    """The words of a command line, each flag as its field is written."""
-    return [re.sub("^--[^=]+", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word) for word in argv]
+def underscored(word: str) -> str:
+    """A word of a command line, a flag as its field is written."""
+    return re.sub("^--[^=]+", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word)
 
 
 def unknown_flag(word: str, flags: Collection[str], *, command: str) -> ConfigError:
     """The error for a word that a command does not take."""
-    why, fix = f"{command} has no such flag", f"`{command} --help` shows how to call it"
-    return unknown_name("flag or word", word.partition("=")[0], flags, why=why, fix=fix)
+    got, why, fix = word.partition("=")[0], f"{command} has no such flag", f"`{command} --help` shows how to call it"
+    return unknown_name("flag or word", got, flags, why=why, fix=fix)
 
 
 def read_argv(
@@ -151,7 +142,7 @@ def read_argv(
     for field in fields.values():
         add_field(parser, field, several=field.name in several)
     try:
-        parsed, left = parser.parse_known_intermixed_args(with_underscores(argv))
+        parsed, left = parser.parse_known_intermixed_args([*map(underscored, argv)])
     except argparse.ArgumentError as error:
         named = (error.argument_name or command).partition("/")[0]  # without its aliases
         field = fields.get(named.removeprefix("--").removeprefix("no_"))
