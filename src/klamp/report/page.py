@@ -157,7 +157,8 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     """What the policy answered at the first and at the last evaluation, and what its teacher answers."""
     first = next((run for run in runs if run.history.answers), None)
     if first is None:
-        return element("p", "No answers of an evaluation were written.", class_="missing")
+        way = " klamp.trl.ReportCallback(answers=4) writes some." if runs[0].history.source.startswith("TRL") else ""
+        return element("p", f"No answers of an evaluation were written.{way}", class_="missing")
     scores = ScoreFormat.of(runs)
     before = answers_of(first.history.answers, "first")
     after = [_later(run) for run in runs]

@@ -68,6 +68,24 @@ def test_the_run_is_the_same_one(folder: Path, tmp_path: Path) -> None:
         assert {n: x for n, x in row.items() if not timed(n)} == {n: x for n, x in wanted.items() if not timed(n)}
 
 
+def test_one_is_there_by_default_and_a_switch_or_one_of_your_own_takes_its_place(tmp_path: Path, capsys) -> None:
+    trained(tmp_path / "on", callback=False)
+    files = sorted(file.name for file in (tmp_path / "on" / "_klamp_report").iterdir())
+    assert files == ["completions.jsonl", "klamp_report.json", "trainer_state.json"]
+    assert main(["report", str(tmp_path / "on")]) == 0
+    page = (tmp_path / "on" / "report.html").read_text(encoding="utf-8")
+    assert 'id="all-completions"' in page and len(read_record(tmp_path / "on").completions[1]) == 4
+    trained(tmp_path / "off", callback=False, klamp_report=False)
+    trained(tmp_path / "own")
+    assert not [*tmp_path.glob("o[fw][fn]/_klamp_report")] and (tmp_path / "own" / "completions.jsonl").is_file()
+
+
+def test_what_cannot_be_written_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReportCallback, "_row", lambda *_: {"a": object()})
+    with pytest.warns(KLWarning, match="no more completions: TypeError"):
+        trained(tmp_path, callback=False)
+
+
 def timed(name: str) -> bool:
     return "runtime" in name or "time" in name or "per_second" in name
 

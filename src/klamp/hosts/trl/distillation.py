@@ -22,7 +22,8 @@ from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.common.kl_fields import PASSED, TeacherFields, read_again, teacher_config
 from klamp.hosts.common.versions import host_version
 from klamp.hosts.trl import measure, teacher
-from klamp.hosts.trl.grpo_config import not_klamps_trainer
+from klamp.hosts.trl.callbacks import report_of
+from klamp.hosts.trl.grpo_config import ReportField, not_klamps_trainer
 from klamp.hosts.trl.reference import check_folder, own_reference, placed, plain_model, predicted, weights_are_split
 from klamp.hosts.trl.session import Scoring, Session, Teacher, TRLTrainer, mode_of
 from klamp.scoring.model_parts import check_same_vocabulary, token_logprobs
@@ -44,7 +45,7 @@ class OwnDivergence(float):
 
 
 @dataclass
-class DistillationConfig(TeacherFields, trl.DistillationConfig):
+class DistillationConfig(ReportField, TeacherFields, trl.DistillationConfig):
     """`trl.DistillationConfig` with every field of `klamp.TeacherConfig`.
 
     While all of them are None the loss is TRL's own. Once one is set (whichever), klamp's KL to the teacher takes the
@@ -177,7 +178,8 @@ def join(trainer: Any, config: TeacherConfig, model: Any) -> None:
             why="it is made from hidden states and a whole output head, which together have to give a model's numbers",
             fix="use DDP or ZeRO-2, and no adapter on the output head; or TRL's own divergence",
         )
-    trainer._klamp, trainer._batches = Session.of(None, teacher=Teacher(config, model)), []
+    record = report_of(trainer, default=isinstance(trainer, DistillationTrainer))
+    trainer._klamp, trainer._batches = Session.of(None, teacher=Teacher(config, model), record=record), []
 
 
 def attached(trainer: Any, config: TeacherConfig) -> Any:
