@@ -269,7 +269,7 @@ def record(config: TrainConfig, folder: Path) -> None:
         goes_on = config.run.resume and folders.newest_complete(folder) is not None
         stored = identity(config, folder if goes_on else None)
         write_whole(folder / IDENTITY, json.dumps(stored, indent=2))
-        write_whole(folder / VERSIONS, json.dumps(versions(), indent=2))
+        write_whole(folder / VERSIONS, json.dumps(versions(cpu=config.run.cpu), indent=2))
         write_whole(folder / CONFIG, yaml.safe_dump(folders.plain(config) | {"resume": False}, sort_keys=False))
 
 

@@ -168,7 +168,7 @@ def worst_tokens(completions: Mapping[int, Shown], *, most: int) -> list[tuple[i
 
 # the section ----------------------------------------------------------------------------------------------------------
 
-WORST = 15
+WORST = 10
 """Rows of the table of the worst tokens."""
 BEFORE, AFTER = 8, 4
 FRAME = 30_000

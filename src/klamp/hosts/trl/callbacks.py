@@ -22,7 +22,7 @@ from klamp.doctor.metrics import evaluations, settings_of, translate
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import TEACHER, loss_mask
 from klamp.hosts.common.kl_fields import read_again
-from klamp.hosts.common.versions import installed_version
+from klamp.hosts.common.versions import hardware, installed_version
 from klamp.hosts.trl.reference import weights_are_split
 from klamp.hosts.trl.session import TRLTrainer
 from klamp.names import ABOUT, ALARMS_FILE, ANSWERS, COMPLETIONS, REPORT, TRAINER_STATE
@@ -247,7 +247,7 @@ def about(trainer: TRLTrainer) -> dict[str, Any]:
         "task": f"{data}, reward {rewards}" if rewards else data,
         "kl": own if kl is None else describe_anchors(kl, teacher),
         "config": args.to_dict(),
-        "versions": {"klamp": __version__, "python": platform.python_version()}
+        "versions": {"klamp": __version__, "python": platform.python_version(), "hardware": hardware(cpu=args.use_cpu)}
         | {name: version for name, version in versions.items() if version},
     }
 

@@ -23,7 +23,7 @@ from klamp.hosts.common.kl_fields import PASSED, TeacherFields, read_again, teac
 from klamp.hosts.common.versions import host_version
 from klamp.hosts.trl import measure, teacher
 from klamp.hosts.trl.callbacks import report_of
-from klamp.hosts.trl.grpo_config import ReportField, not_klamps_trainer
+from klamp.hosts.trl.grpo_config import not_klamps_trainer
 from klamp.hosts.trl.reference import check_folder, own_reference, placed, plain_model, predicted, weights_are_split
 from klamp.hosts.trl.session import Scoring, Session, Teacher, TRLTrainer, mode_of
 from klamp.scoring.model_parts import check_same_vocabulary, token_logprobs
@@ -45,7 +45,7 @@ class OwnDivergence(float):
 
 
 @dataclass
-class DistillationConfig(ReportField, TeacherFields, trl.DistillationConfig):
+class DistillationConfig(TeacherFields, trl.DistillationConfig):
     """`trl.DistillationConfig` with every field of `klamp.TeacherConfig`.
 
     While all of them are None the loss is TRL's own. Once one is set (whichever), klamp's KL to the teacher takes the

@@ -37,16 +37,7 @@ def not_klamps_trainer(kind: str = "GRPO", config: str = "KLConfig") -> ConfigEr
 
 
 @dataclass
-class ReportField:
-    """The switch of the files that a trainer of klamp's writes for `klamp report`."""
-
-    klamp_report: bool = field(
-        default=True, metadata={"help": "Write some completions with log-probabilities for `klamp report OUTPUT_DIR`."}
-    )
-
-
-@dataclass
-class GRPOConfig(ReportField, kl_fields.KLFields, trl.GRPOConfig):
+class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
     """`trl.GRPOConfig` with every field of `klamp.KLConfig` and `klamp.TeacherConfig`.
 
     All of TRL's fields and defaults stay, `beta=0.0` included. While klamp's fields are all None, the loss is TRL's
