@@ -37,6 +37,7 @@ from klamp.core.heads.logprobs import linear_topk as linear_topk
 from klamp.core.masking import Totals as Totals
 from klamp.core.objective import Objective as Objective
 from klamp.core.objective import grpo_loss as grpo_loss
+from klamp.core.surrogates import TrustRegion as TrustRegion
 from klamp.core.term import KLTerm as KLTerm
 from klamp.core.term import Weighted as Weighted
 from klamp.core.topk import topk_kl as topk_kl

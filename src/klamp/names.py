@@ -19,6 +19,8 @@ RUNS = "runs"
 """The folder inside an ablation's folder that holds one folder per run."""
 ABOUT = "klamp_report.json"
 """What `klamp.trl.ReportCallback` writes beside TRL's log: settings, versions, model, data, KL, times."""
+REPORT = "_klamp_report"
+"""The folder in output_dir for it if nobody asked for one; `push_to_hub` uploads no name with this first letter."""
 TRAINER_STATE = "trainer_state.json"
 """TRL's log, in each of its checkpoints."""
 

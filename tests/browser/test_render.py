@@ -66,6 +66,14 @@ def test_everything_is_there_and_in_line(report: Path, open_page: Open) -> None:
     assert max(places) - min(places) < 0.5, "the words on its buttons are on one line"
 
 
+def test_answers_and_worst_tokens_take_less_than_a_third_of_the_page(report: Path, open_page: Open) -> None:
+    page = open_page(report)
+    heights = [page.locator(part).bounding_box()["height"] for part in ("#answers", ".scroll:has(.worst)", "main")]
+    assert sum(heights[:2]) < heights[2] / 3
+    rows = page.locator(".answers tbody tr").evaluate_all("all => all.map((row) => row.offsetHeight)")
+    assert min(rows) < 40, "an answer and its score are on one line"
+
+
 def test_the_theme_follows_the_system_and_the_button(report: Path, open_page: Open) -> None:
     def background() -> str:
         return page.evaluate("getComputedStyle(document.body).backgroundColor")

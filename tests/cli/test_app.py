@@ -11,7 +11,8 @@ from tests.docs.pages import ROOT
 
 import klamp
 from klamp.cli import main
-from klamp.cli.commands import COMMANDS
+from klamp.cli.commands import COMMANDS, check_flags, fields_after
+from klamp.cli.flags import configured_fields, configured_names
 from klamp.errors import ModelError, TrainingStopped
 
 
@@ -109,6 +110,23 @@ def test_help_loads_only_what_it_shows() -> None:
     for argv, loaded in zip(calls, map(set, lines), strict=True):
         unwanted = HEAVY - {"numpy"} if argv in WITH_TORCH else {*HEAVY, "torch"}  # torch brings numpy
         assert not loaded & unwanted, argv
+
+
+def test_a_mistyped_flag_is_answered_without_torch_and_every_flag_is_known() -> None:
+    mistyped = [[name, flag, "1"] for name in COMMANDS for flag in ("--bta", "--lerning-rate=5", "-beta", "--no_jsn")]
+    code = (
+        "import sys\nfrom klamp.cli import main\n"
+        f"assert [main(argv) for argv in {mistyped!r}] == [2] * {len(mistyped)}\n"
+        "print({'torch', 'numpy', 'rich', 'transformers'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n" and "did you mean '--beta'?" in done.stderr, done.stderr
+    for name in COMMANDS:
+        flags = [flag for flag in fields_after(name).values() if not flag.word]
+        named = [word for flag in flags for word in (flag.name, *flag.aliases, *["no_" + flag.name] * flag.is_switch)]
+        check_flags(name, [f"--{word}" for word in named])
+        check_flags(name, ["-1", "-.5", "word", "--", "--anything"])
+    assert configured_names() == {name for x in configured_fields().values() for name in (x.name, *x.aliases)}
 
 
 def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(

@@ -17,6 +17,7 @@ from tests.waiting import SECONDS
 
 from klamp.cli import main
 from klamp.doctor.readers import read_record
+from klamp.hosts.common import versions
 from klamp.lab import backends
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,6 +119,25 @@ def test_a_dry_run_prints_the_arguments_of_trl(words, tmp_path, capsys, monkeypa
     assert (given["beta"], given["num_generations"], given["per_device_train_batch_size"]) == (0.3, 4, 8)
     assert "accelerate.commands.launch --multi_gpu --num_processes 2" in command
     assert not (tmp_path / "run").exists(), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "text"),
+    [
+        ("--backend verl", 0, "This run cannot start here: klamp.verl needs verl, which is not installed. Fix: pip"),
+        ("--backend verl", 0, "needs vllm, which is not installed"),
+        ("--backend trl --sampler vllm", 0, "needs vllm, which is not installed"),
+        ("--backend trl", 0, ""),
+        ("--report_to mlflow", 2, "a tracker cannot be used"),
+        ("--report_to none", 0, ""),
+    ],
+)
+def test_a_dry_run_says_what_is_missing_here(flags, code, text, words, monkeypatch, capsys):
+    present = versions.installed_version
+    monkeypatch.setattr(versions, "installed_version", lambda host: None if host in ("verl", "vllm") else present(host))
+    assert main(["train", *words, *flags.split(), "--dry_run"]) == code
+    err = capsys.readouterr().err
+    assert text in err and bool(text) == bool(err)
 
 
 def test_a_dry_run_prints_the_command_of_verl(words, tmp_path, capsys):

@@ -11,6 +11,7 @@ from tests.cli.fake_trainer import AFTER, BEFORE, metrics_at, rise, run_info
 
 from klamp.cli.arguments import parse_train
 from klamp.cli.display import LEGEND, ROWS, Display, Drawn, skill_rows
+from klamp.doctor.metrics import COLUMNS
 
 
 class Log(io.StringIO):
@@ -65,7 +66,9 @@ def test_about_twenty_lines_with_the_first_and_the_last_step_written_at_once(ste
     rows = rows_of(display)
     assert len(rows) == lines
     assert rows[0].startswith(f"step 1/{steps}: reward 0.") and rows[-1].startswith(f"step {steps}/{steps}: ")
-    assert "KL k3 0." in rows[-1] and LEGEND in text_of(display)
+    assert "KL k3 0." in rows[-1]
+    explained = text_of(display).split("\nstep 1/")[0].splitlines()[-1]
+    assert explained == "; ".join(LEGEND[start] for start in ("KL", "clip", "tok/s")), "before the first step"
     assert display.console.file.flushed >= lines  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -91,20 +94,26 @@ def test_a_terminal_has_the_last_steps_and_a_bar() -> None:
     display.close()
     assert "━" in lines[0] and lines[0].startswith("step") and "30/60" in lines[0] and "left" in lines[0]
     assert " ".join(lines[1].split()) == "step reward KL exact KL k3 KL k1 over beta length entropy clip lr tok/s"
-    assert " ".join(lines[-1].split()) == (
+    assert " ".join(lines[-3].split()) == (
         "30 0.847 0.006859 0.006806 0.005912 0.25 0.01 4.8 0.2572 0.0123 0.00015 12,345"
     )
-    assert [line.split()[0] for line in lines[2:]] == [str(step) for step in range(31 - ROWS, 31)]
+    assert [line.split()[0] for line in lines[2:-2]] == [str(step) for step in range(31 - ROWS, 31)]
     assert "30 0.847" in " ".join(text_of(display).split()), "it stays on the screen"
 
 
-@pytest.mark.parametrize(("width", "height"), [(60, 10), (80, 24)])
-def test_the_picture_is_never_larger_than_the_terminal(width: int, height: int) -> None:
+@pytest.mark.parametrize(("width", "height", "left_out"), [(60, 12, "length"), (80, 24, "lr"), (120, 24, "")])
+def test_a_picture_fits_the_terminal_with_whole_columns_and_explains_those(width, height, left_out) -> None:
     on = console(terminal=True, width=width, height=height)
     display = play("--kl_clip_method", "hard", "--target_kl", "0.05", steps=30, on=on)
     display.close()
     lines = drawn(display)
-    assert max(map(len, lines)) <= width and len(lines) < height
+    assert max(map(len, lines)) <= width and len(lines) < height and "…" not in "".join(lines)
+    titles = ["step", *(title for title in COLUMNS if title != "teacher")]
+    titles = titles[: titles.index(left_out) if left_out else None]
+    assert " ".join(lines[1].split()) == " ".join(titles)
+    assert [display.rows[-1][title] for title in titles] in [line.split() for line in lines[2:]]
+    text, texts = " ".join(lines[-2:]), LEGEND.items()
+    assert all((meaning in text) == any(t.startswith(start) for t in titles) for start, meaning in texts)
 
 
 def test_a_reader_that_leaves_ends_nothing() -> None:

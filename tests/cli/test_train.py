@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import pytest
 import yaml
 from rich.console import Console
 from tests.cli.fake_trainer import fake_trainer, rise, run_info, summary_of, write_files
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klamp.cli import main, train
 from klamp.cli.arguments import parse_train, read_entries
 from klamp.cli.display import settings
-from klamp.cli.train import plan_text, print_summary, resume_command
+from klamp.cli.text import train_command
+from klamp.cli.train import plan_text, print_summary
 from klamp.errors import ConfigError, RunFolderError, TrainingStopped
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import opened_folder, run_folder
@@ -112,6 +115,15 @@ def test_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     last = [row for row in rows if "kl/k3" in row][-1]
     shown = next(line for line in out.splitlines() if line.startswith("  nats per token")).split()[3:]
     assert shown == [f"{last[name]:.4g}" for name in ("kl/k1", "kl/k3", "kl/exact")]
+    (load,) = re.findall(r'load it +AutoModelForCausalLM.from_pretrained\("(.+)"\)', out)
+    assert len(AutoTokenizer.from_pretrained(load)) == AutoModelForCausalLM.from_pretrained(load).config.vocab_size
+    assert main(["report", "out"]) == 0
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    facts = re.findall(r'<p class="source">(.*?)</p>', page)[0]
+    assert facts.startswith(
+        "klamp train --eval_size 8 --model tiny --prompts_per_step 4 --num_generations 4 --output_dir"
+    )
+    assert "--max_steps 2 --cpu · seed 0 · CPU (" in facts
 
 
 def summary_lines(folder: Path, *flags: str, **changes: object) -> list[str]:
@@ -221,6 +233,6 @@ def test_the_plan_of_a_resume_says_what_changes_or_why_it_cannot(folder: Path) -
     assert "resume      after step 100; changed: beta 0.1 -> 0.5\n" in plan("--resume", "out", "--beta", "0.5")
     with pytest.raises(ConfigError, match="cannot change seed"):
         plan("--resume", "out", "--seed", "3")
-    command = shlex.split(resume_command(folder, max_steps=400))
+    command = shlex.split(train_command("--resume", str(folder), max_steps=400))
     again = parse_train(command[command.index("train") + 1 :])[0]
     assert again.flat() == now.flat() | {"max_steps": 400, "output_dir": str(folder), "resume": True}

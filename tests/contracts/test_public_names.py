@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import pkgutil
+import re
 import subprocess
 import sys
 
 import pytest
+from tests.docs.pages import DOCS
 
 import klamp
 
@@ -65,12 +68,15 @@ FIELDS = {
     "normalizer off_policy placement value",
     "LossConfig": "advantage_baseline epsilon epsilon_high loss_type scale_rewards surrogate",
     "Objective": "clip_high clip_low max_length reduction surrogate terms trust",
+    "TrustRegion": "high low mode threshold",
 }
 
 OTHERS = ("KLWarning", "TeacherConfig", "TopTokens", "Verdict", "Weighted", "__version__", "check_sync")
 EXPORTED = sorted({*SIGNATURES, *FIELDS, *OTHERS})
 """All that `klamp` exports, with or without a signature above."""
 CONTROLLERS = [name for name in EXPORTED if name.endswith("Controller")]
+API = re.compile(r"\[`(\w+)`\]\[([\w.]+)\]")
+"""A name in the table of docs/api.md, and where it is defined."""
 CONTROLLER_METHODS = {
     "update": "(self, kl, n_steps=1)",
     "state_dict": "(self)",
@@ -145,6 +151,14 @@ def test_a_name_that_klamp_has_not_is_an_attribute_error() -> None:
         from klamp import kl_penalti  # pyright: ignore  # noqa: F401
     with pytest.raises(ImportError, match="from klamp.trl import GRPOConfig"):
         from klamp import GRPOConfig  # pyright: ignore  # noqa: F401
+
+
+def test_the_table_of_the_api_page_names_what_can_be_imported_and_nothing_else() -> None:
+    table = (DOCS / "api.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    named = dict(API.findall(table))
+    assert sorted(named) == [name for name in klamp.__all__ if name != "__version__"]
+    for name, place in named.items():
+        assert getattr(klamp, name) is pkgutil.resolve_name(place), place
 
 
 @pytest.mark.parametrize("name", EXPORTED)

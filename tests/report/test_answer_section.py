@@ -109,3 +109,4 @@ def test_what_a_model_wrote_is_text_and_not_too_long_and_without_answers_it_says
     assert f"{TAG}{'y' * (LONGEST - len(TAG))}…" in made.text
     assert "(nothing)" in made.text
     assert section(run_with("a")).text == "No answers of an evaluation were written."
+    assert "ReportCallback(answers=4)" in section(run_of(source="TRL trainer state")).text

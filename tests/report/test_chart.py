@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 
-from tests.report.pages import Node, parse
+from tests.report.pages import Node, parse, run_of
 
-from klamp.report.charts import Chart, Line, Mark, Series, describe, key, render_chart, thin
+from klamp.report.charts import Chart, Line, Mark, Series, describe, key, plans, render_chart, thin
 
 STEPS = range(1, 21)
 
@@ -19,6 +19,13 @@ def chart(*series: Series, **changes) -> Chart:
 
 def rendered(*series: Series, **changes) -> Node:
     return parse(render_chart(chart(*series, **changes)))
+
+
+def test_no_title_repeats_its_unit() -> None:
+    made = [(plan.title, plan.unit) for plan in plans([run_of(reward=[1.0])])]
+    assert {"Loss", "Reward", "Gradient norm"} <= {title for title, unit in made if not unit}
+    assert not [title for title, unit in made if unit and unit in title.lower()]
+    assert rendered(Series(label="a", points={1: 1.0}), title="Loss", unit="").one("caption").text == "Loss"
 
 
 def test_what_is_not_finite_stands_in_the_table_and_in_the_words() -> None:

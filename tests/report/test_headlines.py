@@ -8,7 +8,7 @@ import pytest
 from tests.report.pages import parse, run_of
 
 from klamp.doctor.history import RunSettings
-from klamp.report.headlines import Headline, headlines, side_by_side
+from klamp.report.headlines import Headline, headlines, result, side_by_side
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 
 POINTS = ScoreFormat(points=True)
@@ -56,6 +56,23 @@ def test_skills_before_and_after() -> None:
     assert (found.over, found.detail) == ("evaluation after step 20", "not evaluated later"), "not step 37"
     same = run_of(scores=[(20, {"a": 0.5}), (40, {"a": 0.5})])
     assert said(headlines(same, ["a"], POINTS))["a"][2] == "as at the first evaluation", "not before"
+
+
+@pytest.mark.parametrize(
+    ("after", "more", "text"),
+    [
+        ({"add": 0.9, "sub": 0.5}, {"kl/exact_sequence": [0.2, 0.53]}, "add +25.0 for 0.53 nats, nothing forgotten"),
+        ({"add": 0.9, "sub": 0.4}, {"kl/k3_sequence": [0.2, 0.53]}, "add +25.0 for 0.53 nats, forgotten: sub −10.0"),
+        ({"add": 0.6, "sub": 0.49996}, {}, "add −5.0, nothing forgotten"),
+        ({"add": 0.9}, {}, "add +25.0"),
+        ({}, {"reward": [0.25, 0.75], "kl/k3_sequence": [0.2, 2.0]}, "reward 0.25 to 0.75 for 2 nats"),
+        ({}, {}, ""),
+    ],
+)
+def test_the_result_of_a_run_is_one_line(after, more, text) -> None:
+    before = {name: {"add": 0.65, "sub": 0.5}[name] for name in after}
+    settings = RunSettings(rl_skill="add" if after else None)
+    assert result(run_of(scores=[(0, before), (9, after)] if after else [], settings=settings, **more)) == text
 
 
 def test_side_by_side() -> None:

@@ -92,6 +92,11 @@ def test_several_runs_are_told_apart() -> None:
 def test_without_completions_or_without_a_log_ratio_it_says_what_is_missing() -> None:
     made = section(run_of(k3=[0.1]))
     assert made.one("p").text.startswith("No completions with token log-probabilities were written.")
+    for source, way in {"klamp run": "log_completions_every", "TRL trainer state": "ReportCallback"}.items():
+        text = section(run_of(source=source)).text
+        others = {"log_completions_every", "ReportCallback"} - {way}
+        assert way in text and not any(other in text for other in others)
+    assert "ReportCallback" in section(run_of(source="TensorBoard")).text
     assert not made.all("form")
 
     made = section(run_of(completions=[completion()]))

@@ -53,6 +53,29 @@ def test_an_early_stop_that_never_comes_is_warned_of():
         TrainConfig.from_flat({"kl_early_stop": 0.1, "num_iterations": 2, "kl_off_policy": "token"})
 
 
+@pytest.mark.parametrize(
+    ("values", "text", "mended"),
+    [
+        ({"learning_rate": 5.0}, "learning_rate=5 moves each weight", {"learning_rate": 0.02}),
+        ({"max_steps": 1}, "warmup_steps=10 with max_steps=1", {"warmup_steps": 0}),
+        ({"max_steps": 1}, "the learning rate of the only step is 0", {"max_steps": 2}),
+        ({"max_steps": 1, "warmup_steps": 0, "kl_warmup_steps": 3}, "so the beta of the only", {"kl_warmup_steps": 0}),
+        (
+            {"max_steps": 1, "warmup_steps": 0, "teacher_model": "m", "teacher_warmup_steps": 3, "teacher_coef": 0.5},
+            "so the teacher_coef of the only",
+            {"teacher_warmup_steps": 0},
+        ),
+        ({"max_steps": 1, "backend": "trl"}, "warmup_steps=10", {"num_iterations": 2}),
+    ],
+)
+def test_a_rate_that_destroys_and_factors_that_are_0_are_warned_of(values, text, mended) -> None:
+    with pytest.warns(KLWarning, match=text):
+        TrainConfig.from_flat(values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLWarning)
+        TrainConfig.from_flat(values | mended)
+
+
 NAN = float("nan")
 SECTIONS = (ModelConfig, RolloutConfig, OptimConfig, RunConfig)
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from tests.training.conftest import TINY, full_disk, info_of, json_rows, rows_of
 from klamp._version import __version__
 from klamp.doctor.metrics import METRICS
 from klamp.errors import RunFolderError
+from klamp.lab import observers
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.observers import RunLog, RunSummary, versions
@@ -35,6 +37,17 @@ def run(llama, tmp_path_factory):
         patch.setenv("WANDB_SILENT", "true")
         config = TrainConfig.from_flat({"model": llama, "output_dir": str(folder), **TINY, **changes})
         return SimpleNamespace(folder=folder, config=config, summary=train_run(config))
+
+
+@pytest.mark.parametrize(("named", "project"), [({}, "klamp"), ({"WANDB_PROJECT": "mine"}, "mine")])
+def test_the_project_of_wandb_is_the_users(named, project, tmp_path, monkeypatch):
+    wandb, seen = pytest.importorskip("wandb"), {}
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    for name, value in named.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(wandb, "init", lambda **options: seen.update(options) or SimpleNamespace(finish=lambda: None))
+    observers.wandb(tmp_path, TrainConfig(), 0, ExitStack())
+    assert seen["project"] == project
 
 
 def test_the_folder_holds_what_a_run_is(run):

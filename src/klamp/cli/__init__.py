@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from textwrap import shorten
 
 from klamp._version import __version__
-from klamp.cli.commands import COMMANDS, help_of
+from klamp.cli.commands import COMMANDS, check_flags, help_of
 from klamp.cli.text import FAILED, INTERRUPTED, cautions_shown, exit_code, of_the_system, say, show_error
 from klamp.errors import KlampError, extra_with, missing_library, unknown_name, without_credentials
 
@@ -76,6 +76,7 @@ def _dispatch(words: list[str]) -> int:
     if not (words[1:] or command.alone) or any(word in HELP_FLAGS for word in words):
         say(help_of(words[0]))
         return 0
+    check_flags(words[0], words[1:])
     module, _, function = command.function.partition(":")
     try:
         return getattr(importlib.import_module(f"klamp.cli.{module}"), function)(words[1:])

@@ -11,6 +11,7 @@ import argparse
 import functools
 import inspect
 import itertools
+import re
 import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,16 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
-from klamp.cli.flags import Field, add_field, configured_fields, fields_of, read_argv
+from klamp.cli.flags import (
+    Field,
+    add_field,
+    configured_fields,
+    configured_names,
+    fields_of,
+    read_argv,
+    underscored,
+    unknown_flag,
+)
 from klamp.doctor.history import Verifier
 
 
@@ -259,6 +269,17 @@ def fields_after(name: str) -> dict[str, Field]:
     omitted = {*own, *(("seed", "resume") if name == "ablate" else ())}  # an ablation sets them
     taken = EVALUATED if name == "evaluate" else [field for field in configured_fields() if field not in omitted]
     return own | {field: configured_fields()[field] for field in taken}
+
+
+def check_flags(name: str, argv: Sequence[str]) -> None:
+    """Refuse a flag that a command cannot have, before torch is imported for the classes of the configuration."""
+    names = {field.name for field in fields_of(COMMANDS[name].options).values() if not field.word}
+    configured = {"evaluate": EVALUATED, **dict.fromkeys(("train", "ablate", "explain"), configured_names())}
+    flags = {f"--{field}" for field in names.union(configured.get(name, ()))}
+    for word in itertools.takewhile(lambda word: word != "--", map(underscored, argv)):
+        flag = word.partition("=")[0].replace("--no_", "--")
+        if re.match("--?[A-Za-z]", word) and " " not in word and flag not in flags:
+            raise unknown_flag(word, flags, command=f"klamp {name}")
 
 
 def read_command(name: str, argv: Sequence[str], several: Collection[str] = ()) -> tuple[Any, dict[str, Any]]:

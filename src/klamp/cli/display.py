@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from itertools import accumulate
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from klamp.cli.text import MISSING, number, say, visible
 from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_teacher
@@ -20,10 +23,14 @@ from klamp.lab.observers import Observer, RunInfo
 from klamp.lab.tasks.base import NO_REWARD
 from klamp.report.run import ScoreFormat
 
-LEGEND = (
-    "KL in nats per token; over: completions past the KL budget; clip: tokens past a ratio bound; "
-    "tok/s: sampled and trained"
-)
+LEGEND = {
+    "KL": "KL in nats per token",
+    "over": "over: completions past the KL budget",
+    "teacher": "teacher: KL to it",
+    "clip": "clip: tokens past a ratio bound",
+    "tok/s": "tok/s: sampled and trained",
+}
+"""How the title of a column begins -> what it means."""
 ROWS, LINES, LOADING_LINES = 12, 20, 5
 """Steps in the table of a terminal; lines for the steps of a run in a log; lines for the work before the first step."""
 
@@ -78,7 +85,7 @@ class Display(Drawn):
     def on_start(self, info: RunInfo) -> None:
         """Write what the run is; the bar's time counts from here."""
         self.info = info
-        self.say("\n".join([*(f"{label:<11} {text}" for label, text in heading(info).items()), "", LEGEND]))
+        self.say("\n".join([*(f"{label:<11} {text}" for label, text in heading(info).items()), ""]))
         self.progress.reset(self.bar)
         self.move("step", info.start_step, info.config.run.max_steps)
 
@@ -87,6 +94,8 @@ class Display(Drawn):
         assert self.info is not None
         start, last = self.info.start_step, self.info.config.run.max_steps
         cells = {title: number(metrics[name]) for title, name in COLUMNS.items() if name in metrics}
+        if not (self.draws or self.rows):
+            self.say(legend(cells))
         self.rows.append({"step": str(step), **cells})
         self.move("step", step, last)
         if not self.draws and (step in (start + 1, last) or step % max(1, -(-(last - start) // LINES)) == 0):
@@ -110,13 +119,21 @@ class Display(Drawn):
             self.say(f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
 
     def picture(self) -> RenderableType:
-        rows = list(self.rows)[-max(1, self.console.height - 4) :]
-        table = Table(box=None, header_style="")
-        for title in dict.fromkeys(title for title in ("step", *COLUMNS) for row in rows if title in row):
-            table.add_column(title, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(*(row.get(str(column.header), MISSING) for column in table.columns))
-        return Group(super().picture(), table)
+        """The bar, the last steps, and what their columns mean; columns that do not fit are left out whole."""
+        titles = [title for title in ("step", *COLUMNS) if any(title in row for row in self.rows)]
+        lengths = [2 + max(len(title), *(len(row.get(title, MISSING)) for row in self.rows)) for title in titles]
+        titles = [t for t, end in zip(titles, accumulate(lengths), strict=True) if end <= self.console.width + 2]
+        lines = textwrap.wrap(legend(titles), self.console.width)
+        table = Table(*(Column(title, justify="right", no_wrap=True) for title in titles), box=None, header_style="")
+        table.padding, table.pad_edge = (0, 1), False
+        for row in list(self.rows)[-max(1, self.console.height - 4 - len(lines)) :]:
+            table.add_row(*(row.get(title, MISSING) for title in titles))
+        return Group(super().picture(), table, *map(Text, lines))
+
+
+def legend(titles: Collection[str]) -> str:
+    """What the columns with these titles mean."""
+    return "; ".join(text for start, text in LEGEND.items() if any(title.startswith(start) for title in titles))
 
 
 MONITOR = "; --kl_monitor loads one, and measures the KL all the same"

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass
+from importlib.resources import files
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn
@@ -105,6 +106,30 @@ def configured_fields() -> dict[str, Field]:
     return every
 
 
+CONFIGURED = ("config/kl.py", "config/teacher.py", "config/loss.py", "lab/tasks/base.py", "lab/config.py")
+"""The files in klamp that declare these fields."""
+
+
+@functools.cache
+def configured_names() -> set[str]:
+    """The names of these fields, other names included, read from the source: an import would bring torch."""
+    text = "".join((files("klamp") / place).read_text(encoding="utf-8") for place in CONFIGURED)
+    bodies = "".join(re.findall(r"^class (?!Train)\w+Config:\n(.*?)(?=^\S)", text, re.MULTILINE | re.DOTALL))
+    aliases = "".join(re.findall(r"aliases=\((.*?)\)", bodies))
+    return {*re.findall(r"^    ([a-z]\w*): ", bodies, re.MULTILINE), *re.findall(r"\w+", aliases)}
+
+
+def underscored(word: str) -> str:
+    """A word of a command line, a flag as its field is written."""
+    return re.sub("^--[^=]+", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word)
+
+
+def unknown_flag(word: str, flags: Collection[str], *, command: str) -> ConfigError:
+    """The error for a word that a command does not take."""
+    got, why, fix = word.partition("=")[0], f"{command} has no such flag", f"`{command} --help` shows how to call it"
+    return unknown_name("flag or word", got, flags, why=why, fix=fix)
+
+
 def read_argv(
     fields: Mapping[str, Field], argv: Sequence[str], *, command: str, several: Collection[str] = ()
 ) -> dict[str, Any]:
@@ -116,19 +141,17 @@ def read_argv(
     parser = _Parser(usage=command, add_help=False, allow_abbrev=False, exit_on_error=False)
     for field in fields.values():
         add_field(parser, field, several=field.name in several)
-    words = [re.sub("^--[^=]+", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word) for word in argv]
-    fix = f"`{command} --help` shows how to call it"
     try:
-        parsed, left = parser.parse_known_intermixed_args(words)
+        parsed, left = parser.parse_known_intermixed_args([*map(underscored, argv)])
     except argparse.ArgumentError as error:
         named = (error.argument_name or command).partition("/")[0]  # without its aliases
         field = fields.get(named.removeprefix("--").removeprefix("no_"))
         why = "nothing else says what it works on" if field is None else field.text
+        fix = f"`{command} --help` shows how to call it"
         raise ConfigError(f"{named}: {error.message}", why=why, fix=fix) from None
     if left:
-        unknown = next((word.partition("=")[0] for word in left if word.startswith("-")), left[0])
-        flags = parser._option_string_actions
-        raise unknown_name("flag or word", unknown, flags, why=f"{command} has no such flag", fix=fix)
+        word = next((word for word in left if word.startswith("-")), left[0])
+        raise unknown_flag(word, parser._option_string_actions, command=command)
     values = vars(parsed)
     for name, value in values.items():
         if isinstance(value, list):

@@ -9,16 +9,16 @@ from datetime import datetime
 from pathlib import Path
 
 from klamp.cli.commands import ReportOptions, read_command
-from klamp.cli.text import duration, say, show_caution
-from klamp.config.describe import describe_anchors
+from klamp.cli.text import duration, say, show_caution, train_command
 from klamp.doctor.examine import examine
 from klamp.doctor.history import History
 from klamp.doctor.metrics import as_number
 from klamp.doctor.readers import read_record
 from klamp.doctor.readers.klamp_run import is_klamp_run, runs_in
-from klamp.errors import DataError, RunFolderError
+from klamp.errors import DataError, RunFolderError, without_credentials
 from klamp.files import followed
 from klamp.lab.ablate.results import read_outcome
+from klamp.lab.config import TrainConfig
 from klamp.lab.folders import read_config
 from klamp.names import COMPLETIONS, METRICS_FILE, TRAINER_STATE
 from klamp.report.page import GENERATOR, render
@@ -79,21 +79,21 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
 
 
 def _said(path: Path, history: History) -> list[str]:
-    """What a run was, when, and how long its steps took, in words; nothing where its record does not say."""
-    details = history.details
-    words = details.words
+    """How a run was made, on what, when and how long it took, in words; nothing where its record does not say."""
+    details, seed = history.details, history.config.get("seed")
+    words = [*details.words[:2], *(f"KL: {kl}" for kl in details.words[2:])]
     if is_klamp_run(path):
-        config = read_config(path)[1]
-        reward = f", reward {config.task.reward}" if config.task.reward else ""
-        words = config.model.model, f"{config.task.task}{reward}", describe_anchors(config.kl, config.teacher)
+        values, defaults = read_config(path)[1].flat(), TrainConfig().flat()
+        changed = {name: values[name] for name in values if name != "seed" and values[name] != defaults[name]}
+        words = [without_credentials(train_command(**changed))]
     if not words:
         return []
-    model, task, kl = words
     day = [] if details.when is None else [f"{datetime.fromtimestamp(details.when):%Y-%m-%d}"]
     steps = sum(row.metrics.get("speed/step_seconds", 0.0) for row in history.rows)
     times = [time for time in (as_number(details.seconds), steps) if time is not None and math.isfinite(time)]
     took = ["not ended"] if details.seconds is None else [duration(max(times))] if times else []
-    return [model, task, f"KL: {kl}", *day, *took]
+    seeds = [] if seed is None else [f"seed {seed}"]
+    return [*words, *seeds, *filter(None, [details.versions.get("hardware")]), *day, *took]
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

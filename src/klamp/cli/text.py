@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 import sys
 import textwrap
 import warnings
@@ -34,6 +35,15 @@ def say(text: object = "", *, file: IO[str] | None = None) -> None:
 def number(value: float) -> str:
     """A number as text, with four digits; large ones whole, with commas."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def train_command(*words: str, **values: Any) -> str:
+    """A command of `klamp train`: words, and flags with their values."""
+    flags = list[object]()
+    for name, value in values.items():
+        single = () if isinstance(value, bool) else (value,)
+        flags += [f"--{'no_' * (value is False)}{name}", *(value if isinstance(value, tuple) else single)]
+    return shlex.join(["klamp", "train", *words, *map(str, flags)])
 
 
 def duration(seconds: float) -> str:

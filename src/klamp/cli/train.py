@@ -15,16 +15,16 @@ from rich.console import Console
 from klamp.cli.arguments import parse_train
 from klamp.cli.display import MONITOR, Display, settings, skill_rows
 from klamp.cli.prepare import prepared_text
-from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_table
+from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_table, train_command
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.doctor.alarms_kl import share_in_band
 from klamp.doctor.readers import read_record
 from klamp.errors import TrainingStopped
-from klamp.lab.backends import check_backend, engine_plan, launch, train_run
+from klamp.lab.backends import check_backend, check_installed, engine_plan, launch, train_run
 from klamp.lab.checkpoint import check_resume
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import checkpoint_folders, plain, run_folder
+from klamp.lab.folders import checkpoint_folders, plain, policy_in, run_folder
 from klamp.lab.observers import RunSummary
 from klamp.lab.tasks.base import NO_REWARD, Task
 from klamp.names import METRICS_FILE
@@ -39,6 +39,7 @@ def run(argv: Sequence[str], *, console: Console | None = None) -> int:
     elif options.dry_run:
         from klamp.lab.setup import open_inputs
 
+        check_installed(config)
         say(plan_text(config, open_inputs(config), argv))
     elif config.run.backend != "local":
         launch(config, argv)
@@ -63,17 +64,9 @@ def _train(config: TrainConfig, console: Console) -> None:
             if display.info is not None and stopped.resumable:
                 left = tuple(name for name in config.run.stop_on if name not in display.raised)
                 changes = {} if left == config.run.stop_on else {"stop_on": left}
-                stopped.fix = f"continue with: {resume_command(display.info.output_dir, **changes)}"
+                stopped.fix = f"continue with: {train_command('--resume', str(display.info.output_dir), **changes)}"
             raise
     print_summary(config, summary)
-
-
-def resume_command(folder: Path, **changes: Any) -> str:
-    """The command that continues a run; `changes` are fields that differ from what its folder holds."""
-    words = ["klamp", "train", "--resume", str(folder)]
-    for name, value in changes.items():
-        words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return shlex.join(words)
 
 
 def plan_text(config: TrainConfig, task: Task | None = None, argv: Sequence[str] = ()) -> str:
@@ -163,9 +156,11 @@ def _files(config: TrainConfig, summary: RunSummary) -> dict[str, str]:
         lines |= {name: str(file)} if (file := folder / f"{name}.jsonl").exists() else {}
     if saved:
         lines["checkpoints"] = f"{saved[-1].parent}: {', '.join(path.name for path in saved)}"
+        auto = "AutoPeftModelForCausalLM" if config.model.lora_r else "AutoModelForCausalLM"
+        lines["load it"] = f'{auto}.from_pretrained("{policy_in(saved[-1])}")'
     if "tensorboard" in config.run.report_to:
         lines["TensorBoard"] = f"tensorboard --logdir {folder}"
     lines["look at it"] = f"klamp report {folder}"
     if saved:
-        lines["continue"] = resume_command(folder, max_steps=max(1, 2 * summary.steps))
+        lines["continue"] = train_command("--resume", str(folder), max_steps=max(1, 2 * summary.steps))
     return lines

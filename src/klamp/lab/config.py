@@ -41,6 +41,8 @@ RATES = POSITIVE.but("0 trains nothing, and below 0 the loss rises", "1e-6 for l
 SEEDS = Numbers(" from 0 to 2**32 - 1", lambda x: 0 <= x < 2**32, "numpy takes no other seed")
 SHARE = ABOVE_0_TO_1.but("it is a share of the probability", "use 1.0 to sample the whole policy")
 GREEDY = "a group of greedy completions is one completion, and has no advantage"
+LARGE_RATE = 0.02
+"""The size of a weight in a new language model (`initializer_range`); AdamW moves each by about the learning rate."""
 TEMPERATURES = Numbers(" >= 1e-6", lambda x: x >= 1e-6, GREEDY, "use 1.0")
 
 
@@ -176,7 +178,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.report_to == ("none",):  # as transformers and TRL have it
+        if {*self.report_to} == {"none"}:  # as transformers and TRL have it
             object.__setattr__(self, "report_to", ())
         if (self.output_dir or "").startswith("~"):
             object.__setattr__(self, "output_dir", str(at_home(self.output_dir or "")))
@@ -235,6 +237,22 @@ class TrainConfig:
                 yield f"{text}and the KL that they estimate is off. Set {name}_off_policy={reach!r}."
         if self.model.master_weights == "none" and (self.model.dtype == "float32" or self.model.lora_r):
             yield "master_weights='none' has no effect: float32 weights, which all LoRA adapters are, have no copies."
+        optim, own = self.optim, once or self.run.backend != "trl"  # each update is a step of TRL's
+        if (rate := optim.learning_rate) > LARGE_RATE:
+            yield (
+                f"learning_rate={rate:g} moves each weight by about {rate:g} in one update, and a model's weights are "
+                f"about {LARGE_RATE} in size: a few updates destroy it. Use 1e-6 to 1e-4, for an adapter up to 1e-3."
+            )
+        for factor, name, value in (
+            ("learning rate", "warmup_steps", optim.warmup_steps * own),
+            ("beta", "kl_warmup_steps", self.kl.kl_warmup_steps * (self.kl.beta > 0)),
+            ("teacher_coef", "teacher_warmup_steps", teacher.teacher_warmup_steps * teacher.there),
+        ):
+            if self.run.max_steps == 1 and value:
+                yield (
+                    f"{name}={value} with max_steps=1: a warm-up starts at 0, so the {factor} of the only step is 0. "
+                    f"Set {name}=0, or more steps."
+                )
         if self.kl.kl_early_stop is not None and once:
             yield (
                 f"kl_early_stop={self.kl.kl_early_stop!r} has no effect: it needs num_iterations of 2 or more, since "

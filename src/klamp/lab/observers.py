@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,7 +23,7 @@ from klamp.doctor.metrics import settings_of_run
 from klamp.doctor.readers.klamp_run import PLACE, read_klamp_run
 from klamp.doctor.readers.rollouts import completion_of
 from klamp.errors import ConfigError, DataError, TrainingStopped
-from klamp.hosts.common.versions import installed_version
+from klamp.hosts.common.versions import hardware, installed_version
 from klamp.lab import folders
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import lines_of, write_whole
@@ -131,8 +132,9 @@ def stopped_by(finding: AlarmFinding, after: str) -> TrainingStopped:
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors", "verl", "ray", "vllm")
 
 
-def versions() -> dict[str, str]:
+def versions(*, cpu: bool = False) -> dict[str, str]:
     machine = {"klamp": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    machine |= {"hardware": hardware(cpu=cpu)}
     packages = {package: installed_version(package) or "not installed" for package in PACKAGES}
     return {**machine, **packages, "torch_threads": str(torch.get_num_threads())}
 
@@ -158,7 +160,8 @@ def tensorboard(folder: Path, config: TrainConfig, done: int, ending: ExitStack)
 def wandb(folder: Path, config: TrainConfig, done: int, ending: ExitStack) -> Tracker:
     import wandb
 
-    run = wandb.init(project="klamp", dir=str(folder), config=folders.plain(config))
+    project = os.environ.get("WANDB_PROJECT", "klamp")
+    run = wandb.init(project=project, dir=str(folder), config=folders.plain(config))
     ending.callback(run.finish)
     return lambda values, step: run.log(dict(values), step=step)
 
@@ -191,7 +194,7 @@ class RunLog(Observer):
             now = folders.with_history(info.config, past, self.step)
             if now != past | {name: now[name] for name in PLACE}:  # a resume that changes nothing writes nothing
                 write_whole(folder / CONFIG, yaml.safe_dump(now, sort_keys=False))
-            write_whole(folder / VERSIONS, json.dumps(versions(), indent=2))
+            write_whole(folder / VERSIONS, json.dumps(versions(cpu=info.config.run.cpu), indent=2))
             for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS):
                 _keep_until(folder / name, self.step or -1)
             folders.tidy(folder, keep=info.config.run.keep_checkpoints)

@@ -101,7 +101,7 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
     rows = [(short(step, digits=9), *(short(curve.get(step), digits=DIGITS) for curve in curves)) for step in steps]
     thinned = "" if len(steps) == total else f"; {len(steps)} of {total} logged steps, the extremes among them"
     title, desc = f"{chart.name}-title", f"{chart.name}-text"
-    caption = f"{chart.title} ({chart.unit}){thinned}"
+    caption = f"{chart.title}{f' ({chart.unit})' * bool(chart.unit)}{thinned}"
     summary = element("summary", "Numbers", element("span", f" of: {caption}", class_="unseen"))
     words = element("title", chart.title, id=title), element("desc", describe(chart), id=desc)
     drawing = element("svg", *words, class_="chart", role="img", aria_labelledby=f"{title} {desc}")
@@ -223,7 +223,8 @@ def plans(runs: Sequence[ReportRun]) -> Iterator[Chart]:
             yield Chart(name, title, "nats/token", anchor_curves(runs))
         else:
             include = (0.0, 1.0) if rows[0].unit == "share" else (0.0,)
-            yield Chart(name, title, rows[0].unit, {row.name: row.label for row in rows}, include)
+            unit = "" if rows[0].unit in title.lower() else rows[0].unit  # not "Loss loss"
+            yield Chart(name, title, unit, {row.name: row.label for row in rows}, include)
 
 
 def anchor_curves(runs: Sequence[ReportRun]) -> dict[str, str]:

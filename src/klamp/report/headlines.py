@@ -11,7 +11,7 @@ from klamp.doctor.history import bounded
 from klamp.names import KL_NAMES, best_kl
 from klamp.report.charts import key
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
-from klamp.report.text import MISSING, Html, element, join, short
+from klamp.report.text import MINUS, MISSING, Html, element, join, short
 
 WINDOW = 5
 SKILLS = 6
@@ -103,6 +103,23 @@ def _skill(run: ReportRun, name: str, scores: ScoreFormat) -> Headline | None:
         detail=detail,
         over=f"evaluation after step {last}",
     )
+
+
+def result(run: ReportRun) -> str:
+    """What a run achieved: the change of the trained skill, else of the reward; the KL for it; what was forgotten."""
+    kl, name = run.outcome.get("kl/reverse_sequence"), best_kl(run.history.names, SEQUENCE)
+    kl = ends(run.curve(name))[1] if kl is None and name else kl
+    cost = "" if kl is None else f" for {short(kl, digits=2)} nats"
+    scores, trained = ScoreFormat.of([run]), run.history.settings.rl_skill or ""
+    curves = {skill: [*run.curve(f"eval/{skill}").values()] for skill in skills_of([run])}
+    changes = {skill: scores.change(curve[0], curve[-1]) for skill, curve in curves.items() if len(curve) > 1}
+    gain = changes.pop(trained, None)
+    if gain is None:
+        reward = run.curve("reward")
+        return "reward {} to {}".format(*map(short, ends(reward)[:2])) + cost if reward else ""
+    lost = [f"{skill} {x}" for skill, x in changes.items() if x[0] == MINUS and x.strip(f"{MINUS}0.")]
+    rest = f", forgotten: {', '.join(lost)}" if lost else ", nothing forgotten" if changes else ""
+    return f"{trained} {gain}{cost}{rest}"
 
 
 def tiles(run: ReportRun) -> Html:

@@ -14,8 +14,8 @@ from klamp.doctor.history import Answer, Question, answers_of
 from klamp.errors import DataError
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
 from klamp.report.charts import charts, render_chart
-from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
-from klamp.report.run import ReportRun, ScoreFormat, judged
+from klamp.report.headlines import COLUMNS, WINDOW, result, side_by_side, tiles
+from klamp.report.run import ReportRun, ScoreFormat
 from klamp.report.text import MISSING, Html, count, element, join, plain_table, setting, shorten
 from klamp.report.tokens import Shown, fitting, ranked, token_section
 
@@ -26,7 +26,7 @@ POINTS = 40_000
 GENERATOR = "klamp report"
 LONGEST = 400
 """Characters of an answer, or of a value of a setting, that are shown."""
-MOST = 40
+MOST = 20
 STYLES, SCRIPTS = (("page.css", "charts.css", "tokens.css"), ("theme.js", "plot.js", "charts.js", "tokens.js"))
 
 
@@ -121,9 +121,9 @@ def _title(runs: Sequence[ReportRun]) -> Html:
         source = f"{history.source}, {count(len(history.rows), 'logged step')}"
         source += f" up to step {history.rows[-1].step}" if history.rows else ""
     paths = element("p", *([element("code", runs[0].path), " · "] if len(runs) == 1 else []), source, class_="source")
-    headline = [*runs[0].said, judged([runs[0].diagnosis])]
-    lead = [element("p", " · ".join(headline), class_="lead")] if runs[0].said else []
-    return element("div", element("h1", _name(runs)), *lead[: len(runs) == 1], paths, verdict(runs), class_="title")
+    lines = {"lead": result(runs[0]), "source": " · ".join(runs[0].said)} if len(runs) == 1 else {}
+    words = [element("p", text, class_=name) for name, text in lines.items() if text]
+    return element("div", element("h1", _name(runs)), *words, paths, verdict(runs), class_="title")
 
 
 def _overview(runs: Sequence[ReportRun]) -> Html:
@@ -157,7 +157,8 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     """What the policy answered at the first and at the last evaluation, and what its teacher answers."""
     first = next((run for run in runs if run.history.answers), None)
     if first is None:
-        return element("p", "No answers of an evaluation were written.", class_="missing")
+        way = " klamp.trl.ReportCallback(answers=4) writes some." if runs[0].history.source.startswith("TRL") else ""
+        return element("p", f"No answers of an evaluation were written.{way}", class_="missing")
     scores = ScoreFormat.of(runs)
     before = answers_of(first.history.answers, "first")
     after = [_later(run) for run in runs]

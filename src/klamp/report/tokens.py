@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeAlias
 
 from klamp.doctor.history import Completion, k3
-from klamp.report.run import ReportRun
+from klamp.report.run import OURS, ReportRun
 from klamp.report.text import (
     MISSING,
     Html,
@@ -168,13 +168,17 @@ def worst_tokens(completions: Mapping[int, Shown], *, most: int) -> list[tuple[i
 
 # the section ----------------------------------------------------------------------------------------------------------
 
-WORST = 15
+WORST = 10
 """Rows of the table of the worst tokens."""
 BEFORE, AFTER = 8, 4
 FRAME = 30_000
 """Bytes of the page that are reserved for the tables above the completions."""
 NARROW = 24
 """The most characters of a token in a table."""
+OF_TRL = "klamp.trl.ReportCallback writes some; klamp.trl's trainers have one, unless klamp_report=False."
+WRITERS = {OURS: "klamp train writes some every log_completions_every steps.", "TRL trainer state": OF_TRL}
+"""Where a run's record is from -> what writes completions there."""
+OTHER_WRITERS = f"In TRL {OF_TRL} For other trainers see the names that `klamp doctor` reads."
 PATIENCE = 200
 """The search for completions that fit ends after this many in a row that are too large."""
 SORTS = {
@@ -208,11 +212,10 @@ def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: in
 def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], cards: Mapping[int, Html]) -> Html:
     """The section about completions and their tokens."""
     if not completions:
-        text = (
-            "No completions with token log-probabilities were written. klamp writes some every "
-            "log_completions_every steps; for other trainers see the names that `klamp doctor` reads."
+        ways = dict.fromkeys(WRITERS.get(run.history.source, OTHER_WRITERS) for run in runs)
+        return element(
+            "p", " ".join(("No completions with token log-probabilities were written.", *ways)), class_="missing"
         )
-        return element("p", text, class_="missing")
     entries = {number: completions[number] for number in cards}
     return join(
         [

@@ -18,6 +18,7 @@ from klamp.core.estimators import exact_kl
 from klamp.core.penalty import token_penalty
 from klamp.core.term import prepare
 from klamp.core.topk import distinct, topk_kl
+from klamp.doctor.readers import read_record
 from klamp.errors import ModelError
 from klamp.trl import DistillationConfig, DistillationTrainer, DoctorCallback, effective
 
@@ -240,6 +241,8 @@ def test_evaluation_and_a_named_teacher(base: Any, teacher: Any, tmp_path: Path)
     assert [row["teacher/coef"] for row in rows if "teacher/coef" in row] == [0.0, 1.0]
     assert all(row["eval_teacher/kl"] > 0 for row in rows if "eval_loss" in row)
     assert str(tmp_path / "teacher") in effective(trainer).terms[0].term
+    history = read_record(tmp_path)
+    assert history.completions[1][0].teacher is not None and "to the teacher" in history.details.words[2]
     tokenizer().train_new_from_iterator(["other words, other ids"] * 9, 96).save_pretrained(name)
     with pytest.raises(ModelError, match="another tokenizer"):
         made(base, None, tmp_path, **options)

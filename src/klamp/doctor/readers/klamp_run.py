@@ -15,7 +15,7 @@ from klamp.doctor.metrics import settings_of, settings_of_run
 from klamp.doctor.readers.files import each_row, json_lines, object_in, unreadable
 from klamp.doctor.readers.rollouts import completion_of
 from klamp.errors import without_credentials
-from klamp.names import ABOUT, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, RUNS, SUMMARY, VERSIONS
+from klamp.names import ABOUT, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, REPORT, RUNS, SUMMARY, VERSIONS
 
 HISTORY, UNTIL = "history", "until"
 PLACE = ("output_dir", "resume")
@@ -79,7 +79,8 @@ def _rows_of(row: Mapping[str, Any]) -> tuple[Row, Row]:
 
 def with_report(history: History, path: Path) -> History:
     """The history of a TRL run with what ReportCallback wrote beside its log."""
-    folder = next((folder for folder in (path, path.parent) if (folder / ABOUT).is_file()), None)
+    folders = (path, path.parent, path / REPORT, path.parent / REPORT)
+    folder = next((folder for folder in folders if (folder / ABOUT).is_file()), None)
     if folder is None:
         return history
     about = object_in(folder / ABOUT)

@@ -33,7 +33,7 @@ from klamp.doctor.metrics import (
 from klamp.doctor.readers.files import TOKEN_LISTS, each_row, json_lines, object_in, shortened, text_lines, unreadable
 from klamp.errors import missing_library, unknown_name
 from klamp.files import followed, with_end
-from klamp.names import TRAINER_STATE
+from klamp.names import REPORT, TRAINER_STATE
 
 Config = Mapping[str, Any]
 Names = Mapping[str, str]
@@ -233,8 +233,9 @@ def _columns(head: Sequence[str], path: Path) -> list[str]:
 
 def find_state(path: Path) -> Path | None:
     """Find the trainer_state.json of a folder or of its newest checkpoint."""
-    if (path / TRAINER_STATE).is_file():
-        return path / TRAINER_STATE
+    for file in (path / TRAINER_STATE, path / REPORT / TRAINER_STATE):
+        if file.is_file():
+            return file
     files = [file for file in path.glob(f"checkpoint-*/{TRAINER_STATE}") if file.parent.name[11:].isdigit()]
     return max(files, key=lambda file: int(file.parent.name[11:]), default=None)
 

@@ -34,6 +34,8 @@ def _fields(config: type, unset: str) -> list[tuple[str, Any, Any]]:
 _OTHER_NAMES = [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()]
 _OF_KL = _fields(KLConfig, "Unset: {!r}, or the host's own KL if no KL field is set.")
 _OF_TEACHER = _fields(TeacherConfig, "Unset: {!r}.")
+_SWITCH = {"help": "Write some completions with their log-probabilities, which `klamp report OUTPUT_DIR` shows."}
+_OF_BOTH = [*_OF_TEACHER, ("klamp_report", bool, dataclasses.field(default=True, metadata=_SWITCH))]
 
 
 def _new(cls: Any, *_: Any, **options: Any) -> Any:
@@ -45,9 +47,9 @@ def _new(cls: Any, *_: Any, **options: Any) -> Any:
 
 
 _SPACE = {"__module__": __name__, "__new__": _new}
-KLFields: Any = dataclasses.make_dataclass("KLFields", [*_OTHER_NAMES, *_OF_KL, *_OF_TEACHER], namespace=_SPACE)
-"""The fields of `klamp.KLConfig` but `beta`, and of `klamp.TeacherConfig`."""
-TeacherFields: Any = dataclasses.make_dataclass("TeacherFields", _OF_TEACHER, namespace=_SPACE)
+KLFields: Any = dataclasses.make_dataclass("KLFields", [*_OTHER_NAMES, *_OF_KL, *_OF_BOTH], namespace=_SPACE)
+"""The fields of `klamp.KLConfig` but `beta`, those of `klamp.TeacherConfig`, and the switch of the report."""
+TeacherFields: Any = dataclasses.make_dataclass("TeacherFields", _OF_BOTH, namespace=_SPACE)
 
 
 def settle_fields(args: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import platform
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -76,6 +77,15 @@ def installed_version(host: str) -> str | None:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
     return None
+
+
+def hardware(*, cpu: bool) -> str:
+    """What this process computes on, in words; `cpu`: it stays on the CPU even if there are GPUs."""
+    import torch
+
+    if not cpu and torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
 @functools.cache

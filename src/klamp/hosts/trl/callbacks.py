@@ -6,7 +6,7 @@ import json
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,17 @@ import torch
 from transformers import TrainerCallback
 
 from klamp._version import __version__
-from klamp.config.describe import describe_anchors
+from klamp.config.describe import describe_anchors, describe_teacher
 from klamp.doctor.examine import AlarmFinding, AlarmWatch
 from klamp.doctor.history import RunSettings
 from klamp.doctor.metrics import evaluations, settings_of, translate
 from klamp.errors import KLWarning
-from klamp.hosts.common.coefficient import loss_mask
+from klamp.hosts.common.coefficient import TEACHER, loss_mask
 from klamp.hosts.common.kl_fields import read_again
-from klamp.hosts.common.versions import installed_version
+from klamp.hosts.common.versions import hardware, installed_version
 from klamp.hosts.trl.reference import weights_are_split
 from klamp.hosts.trl.session import TRLTrainer
-from klamp.names import ABOUT, ALARMS_FILE, ANSWERS, COMPLETIONS, TRAINER_STATE
+from klamp.names import ABOUT, ALARMS_FILE, ANSWERS, COMPLETIONS, REPORT, TRAINER_STATE
 from klamp.scoring.probe import in_mode
 
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "vllm", "deepspeed")
@@ -125,26 +125,31 @@ def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSet
     )
 
 
-def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 class ReportCallback(TrainerCallback):
-    """Writes into output_dir what `klamp report` shows beside the log of a TRL trainer.
+    """Writes what `klamp report OUTPUT_DIR` shows beside the log of a TRL trainer.
 
-    It needs `klamp.trl.GRPOTrainer`. Completions are the main process's; answers are greedy, to the first prompts of
-    the evaluation set (else of the training set), before and after; split weights give no answers.
+    klamp's trainers have one by default: four completions every ten steps, no answers, in `_klamp_report`. Setting
+    `klamp_report=False` in their arguments turns it off; passing one of your own replaces it.
+    Completions are the main process's; answers are greedy, to the first prompts of the evaluation set (else of the
+    training set), before and after; split weights give no answers.
 
     Args:
         every: steps between those whose completions are written.
         completions: how many of a step.
         answers: how many prompts are answered before and after.
+        folder: where the files are in output_dir; empty: output_dir itself.
     """
 
-    def __init__(self, *, every: int = 10, completions: int = 8, answers: int = 4) -> None:
-        self.every, self.completions, self.answers = every, completions, answers
+    def __init__(self, *, every: int = 10, completions: int = 8, answers: int = 4, folder: str = "") -> None:
+        self.every, self.completions, self.answers, self.place = every, completions, answers, folder
         self.trainer: Any = None
         self.about: dict[str, Any] = {}
         self.step, self.written = 0, 0
@@ -153,7 +158,7 @@ class ReportCallback(TrainerCallback):
         """Write the settings, and answer before the first step; a run that goes on keeps what was written."""
         if self.trainer is None or not state.is_world_process_zero:
             return
-        self.folder = Path(str(args.output_dir))
+        self.folder = Path(str(args.output_dir)) / self.place
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (TRAINER_STATE, *((COMPLETIONS, ANSWERS) if state.global_step == 0 else ())):
             (self.folder / name).unlink(missing_ok=True)
@@ -178,17 +183,20 @@ class ReportCallback(TrainerCallback):
         """Write completions of a micro-batch with the policy's log-probabilities [B, T], as many as are due."""
         trainer, step = self.trainer, self.trainer.state.global_step + 1
         self.step, self.written = step, self.written if self.step == step else 0
-        due = (step == 1 or step % self.every == 0) and trainer.model.training and trainer.is_world_process_zero()
+        due = (step == 1 or step % self.every == 0) and trainer.model.training and bool(self.about)
         rows = range(min(self.completions - self.written, len(logprobs)) if due else 0)
         self.written += len(rows)
-        if rows:
+        try:
             _append(self.folder / COMPLETIONS, [self._row(inputs, logprobs, i) for i in rows])
+        except Exception as error:  # of a processor or a disk; it ends no run
+            self.completions = 0
+            _warn(f"klamp's report has no more completions: {type(error).__name__}: {error}")
 
     def _row(self, inputs: Mapping[str, Any], logprobs: torch.Tensor, i: int) -> dict[str, Any]:
         tokenizer, present = self.trainer._tokenizer, inputs["completion_mask"][i].bool()
         ids = inputs["completion_ids"][i][present].tolist()
         scores = {"policy": logprobs, "ref": inputs.get("ref_per_token_logps")}
-        scores["sampler"] = inputs.get("sampling_per_token_logps")
+        scores |= {"sampler": inputs.get("sampling_per_token_logps"), "teacher": inputs.get(TEACHER)}
         return {f"{name}_logprobs": x[i][present].tolist() for name, x in scores.items() if x is not None} | {
             "step": self.step,
             "prompt": tokenizer.decode(inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()]),
@@ -213,6 +221,17 @@ class ReportCallback(TrainerCallback):
         _append(self.folder / ANSWERS, [{"step": step, "skill": skill, **row} for row in answers])
 
 
+def report_of(trainer: TRLTrainer, *, default: bool) -> ReportCallback | None:
+    """The callback that records a trainer's completions: its own, else by `default` a new one; None: nothing does."""
+    own = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ReportCallback)]
+    if not own and default and getattr(trainer.args, "klamp_report", True):
+        own = [ReportCallback(completions=4, answers=0, folder=REPORT)]
+        trainer.add_callback(own[0])
+    for callback in own:
+        callback.trainer = trainer
+    return own[-1] if own else None
+
+
 def about(trainer: TRLTrainer) -> dict[str, Any]:
     """Settings, versions, model, data and KL of a trainer."""
     args, rows = trainer.args, trainer.train_dataset
@@ -221,12 +240,14 @@ def about(trainer: TRLTrainer) -> dict[str, Any]:
     data = getattr(getattr(rows, "info", None), "dataset_name", None) or "a data set"
     data += f" of {len(rows):,} prompts" if hasattr(rows, "__len__") else ""
     own = f"TRL's own, beta {args.beta:g}" if args.beta else "none: beta is 0"
+    own = own if teacher is None else f"to the teacher {describe_teacher(teacher)}"
+    rewards = ", ".join(getattr(trainer, "reward_func_names", ()))
     return {
         "model": getattr(trainer.model.config, "_name_or_path", "") or type(trainer.model).__name__,
-        "task": f"{data}, reward {', '.join(trainer.reward_func_names)}",
+        "task": f"{data}, reward {rewards}" if rewards else data,
         "kl": own if kl is None else describe_anchors(kl, teacher),
         "config": args.to_dict(),
-        "versions": {"klamp": __version__, "python": platform.python_version()}
+        "versions": {"klamp": __version__, "python": platform.python_version(), "hardware": hardware(cpu=args.use_cpu)}
         | {name: version for name, version in versions.items() if version},
     }
 

@@ -22,6 +22,7 @@ from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.common.kl_fields import PASSED, TeacherFields, read_again, teacher_config
 from klamp.hosts.common.versions import host_version
 from klamp.hosts.trl import measure, teacher
+from klamp.hosts.trl.callbacks import report_of
 from klamp.hosts.trl.grpo_config import not_klamps_trainer
 from klamp.hosts.trl.reference import check_folder, own_reference, placed, plain_model, predicted, weights_are_split
 from klamp.hosts.trl.session import Scoring, Session, Teacher, TRLTrainer, mode_of
@@ -178,7 +179,8 @@ def join(trainer: Any, config: TeacherConfig, model: Any) -> None:
             why="it is made from hidden states and a whole output head, which together have to give a model's numbers",
             fix="use DDP or ZeRO-2, and no adapter on the output head; or TRL's own divergence",
         )
-    trainer._klamp, trainer._batches = Session.of(None, teacher=Teacher(config, model)), []
+    record = report_of(trainer, default=isinstance(trainer, DistillationTrainer))
+    trainer._klamp, trainer._batches = Session.of(None, teacher=Teacher(config, model), record=record), []
 
 
 def attached(trainer: Any, config: TeacherConfig) -> Any:

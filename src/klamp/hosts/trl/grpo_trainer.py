@@ -22,7 +22,7 @@ from klamp.hosts.common.kl_fields import PASSED, read_again, touched, warn_witho
 from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.versions import caution_beside, host_version
 from klamp.hosts.trl import fast_scoring, grpo_config, reference, teacher
-from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback
+from klamp.hosts.trl.callbacks import DoctorCallback, report_of
 from klamp.hosts.trl.hooks import KLMixin
 from klamp.hosts.trl.measure import group_size, has_one_reward, price_in
 from klamp.hosts.trl.session import FastScoring, ReferenceFacts, Session, TRLTrainer, Warned, progress, session_of
@@ -127,18 +127,15 @@ def join(trainer: TRLTrainer, kl: KLConfig | None, own: Any, *, chosen: bool, ap
         trainer.ref_model = reference.prepared_model(trainer, own)
     if trainer.ref_model is not None:
         reference.follow_policy(trainer)
-    record = None
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, DoctorCallback):
             callback.other_reference = callback.other_reference or chosen or apart
-        if isinstance(callback, ReportCallback):
-            callback.trainer, record = trainer, callback
     source = "the model passed as ref_model" if chosen else "a frozen copy in memory" if own is not None else ""
     trainer._klamp = Session.of(
         kl,
         reference=ReferenceFacts(source, not (chosen or apart), reference.exact_rows(trainer, kl)),
         fast=FastScoring() if getattr(args, "fast_scoring", False) else None,
-        record=record,
+        record=report_of(trainer, default=isinstance(trainer, GRPOTrainer)),
         warned=Warned(step_zero=apart),
     )
     trainer._refresh_beta()

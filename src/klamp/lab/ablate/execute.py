@@ -23,7 +23,7 @@ from klamp.lab.ablate import results
 from klamp.lab.ablate.plan import Plan, Run, plan_text, run_folder, runs
 from klamp.lab.ablate.results import Outcome, Result, read_outcome, write_outcome
 from klamp.lab.folders import LOCK, held, write_whole
-from klamp.lab.tasks.arithmetic import Progress
+from klamp.lab.tasks.arithmetic import Progress, without_bars
 
 PLAN, LOG = "plan.yaml", "log.txt"
 """The file of the plan in an ablation's folder, and the one in a run's folder with the output of its process."""
@@ -275,6 +275,7 @@ def execute(
         return results.write_results([outcome for outcome in outcomes if outcome is not None], folder)
 
 
+@without_bars()
 def compare(compared: Mapping[Path, Run], folder: Path, tell: Callable[[Run], None] = lambda run: None) -> Result:
     """Measure finished runs, which are only read; the table and the picture go into a free folder."""
     from klamp.lab.ablate.one_run import finished, outcome_of

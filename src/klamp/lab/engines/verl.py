@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -80,7 +81,7 @@ ALWAYS: Mapping[str, Any] = {
     f"{ROLLOUT}.val_kwargs.temperature": 0,
     "critic.enable": False,
     "trainer.total_epochs": 1,
-    "trainer.project_name": "klamp",
+    "trainer.project_name": os.environ.get("WANDB_PROJECT", "klamp"),
     "++trainer.checkpoint_callback_class": "klamp.verl.Driver",
     f"{CHECKPOINT}.load_contents": RESUMED,
 }

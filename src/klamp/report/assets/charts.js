@@ -74,7 +74,7 @@
         svg.append(make("path", { d: pen(each.points, down), class: look }), ...dots(each, down));
       }
       svg.append(...marks(), make("line", { class: "cursor", y1: box.top, y2: box.height - box.foot }));
-      figure.querySelector(".unit").textContent = data.unit + (y.bend === null ? "" : ", log scale");
+      figure.querySelector(".unit").textContent = [data.unit, y.bend === null ? "" : "log scale"].filter(Boolean).join(", ");
       log.setAttribute("aria-pressed", String(isLog));
       large.setAttribute("aria-pressed", String(isLarge));
       leave();
