@@ -8,7 +8,18 @@ from itertools import pairwise
 from statistics import fmean, stdev
 
 from klamp.doctor import causes
-from klamp.doctor.alarm import KL, Evidence, Limit, alarm, count_tokens, is_apart, is_beyond, noise, number
+from klamp.doctor.alarm import (
+    KL,
+    Evidence,
+    Limit,
+    alarm,
+    count_tokens,
+    is_apart,
+    is_beyond,
+    least_and_most,
+    noise,
+    number,
+)
 from klamp.doctor.alarms_run import not_trained
 from klamp.doctor.causes import blame
 from klamp.doctor.history import EARLY, History, bounded
@@ -304,8 +315,9 @@ def _first_kl(history: History) -> tuple[str, float]:
 def kl_far(history: History) -> Evidence | None:
     """The policy is far from its reference."""
     kl, length = _settled(history, FAR_STEPS), history.last("length/mean", FAR_STEPS)
-    if kl is not None and history.kl_name() == "kl/k3":  # short by what the policy no longer samples; k1 is not
-        kl = max(kl, _settled(history, FAR_STEPS, "kl/k1") or kl)
+    k1 = history.last("kl/k1", FAR_STEPS) if history.kl_name() == "kl/k3" else []
+    if kl is not None and len(k1) == FAR_STEPS:  # k3 is short by what the policy no longer samples
+        kl = max(kl, least_and_most(k1)[0])
     if kl is None or not length or kl <= FAR.value or kl * fmean(length) <= FAR_COMPLETION.value:
         return None
     per_completion = number(kl * fmean(length))
@@ -375,9 +387,9 @@ def kl_low(history: History) -> Evidence | None:
 MIDDLE = "mean of the last 5 but the largest"
 
 
-def _settled(history: History, steps: int, name: str = "") -> float | None:
+def _settled(history: History, steps: int) -> float | None:
     """The mean KL of the last 5 steps without the largest, once there are so many: one outlier says nothing."""
-    values = history.last(name or history.kl_name(), 5) if len(history.rows) >= steps else []
+    values = history.kl(5) if len(history.rows) >= steps else []
     return fmean(sorted(values)[:-1]) if len(values) == 5 else None
 
 
