@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tests.batches import changed, flat_batch, objective_of, rows_of
-from tests.core.test_topk import exact, kl, mean, samples
+from tests.core.test_topk import exact, mean, samples
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig
 from klamp.core.advantages import group_advantages
@@ -145,6 +145,14 @@ def test_inf_padding(case: Case, padding: float) -> None:
     assert plain.tolist() == [near(case["expect"]["value"]), 0.0]
 
 
+def kl(p: list[float], q: list[float], head: list[int], y: int, **options: Any) -> tuple[float, torch.Tensor]:
+    """Value and gradient of one sample of a head and a tail, from probabilities."""
+    student, teacher = tensor(p).log().requires_grad_(), tensor(q).log()
+    outside = torch.tensor(y not in head)
+    value = topk_kl(student[head], teacher[head], student[y], teacher[y], outside, **options)
+    return value.item(), torch.autograd.grad(value, student)[0]
+
+
 def test_inf_supports(case: Case) -> None:
     shared, of_teacher, of_student = ((x["student_probs"], x["teacher_probs"], x["expect"]) for x in case["cases"])
     for direction in ("reverse", "forward"):
@@ -156,11 +164,13 @@ def test_inf_supports(case: Case) -> None:
         taught(student[:2], teacher[:2])
     gradient, metrics = taught(student[:2], teacher[:2], max_log_ratio=20.0)
     assert gradient[1] == 20 and metrics["teacher/log_ratio_clamped"] == 0.5, "one of two tokens"
+    assert all(map(math.isfinite, metrics.values()))
     p, q, expected = of_student
     of_head, of_samples = (sum(p[y] * kl(p, q, head, y)[0] for y in (0, 2)) for head in ([1], []))
     assert (of_head, of_samples) == (near(expected["reverse"]), near(expected["k3_of_samples"]))
     assert of_head - of_samples == near(expected["k3_short_by"])
     assert kl(p, q, [0, 1, 2], 0, direction="forward")[0] == math.inf
+    assert kl(p, q, [0, 1, 2], 0, direction="js")[1].isfinite().all()
 
 
 def test_jsd_ends(case: Case) -> None:
