@@ -8,18 +8,7 @@ from itertools import pairwise
 from statistics import fmean, stdev
 
 from klamp.doctor import causes
-from klamp.doctor.alarm import (
-    KL,
-    Evidence,
-    Limit,
-    alarm,
-    count_tokens,
-    is_apart,
-    is_beyond,
-    least_and_most,
-    noise,
-    number,
-)
+from klamp.doctor.alarm import KL, Evidence, Limit, alarm, count_tokens, is_apart, is_beyond, noise, number
 from klamp.doctor.alarms_run import not_trained
 from klamp.doctor.causes import blame
 from klamp.doctor.history import EARLY, History, bounded
@@ -317,7 +306,7 @@ def kl_far(history: History) -> Evidence | None:
     kl, length = _settled(history, FAR_STEPS), history.last("length/mean", FAR_STEPS)
     k1 = history.last("kl/k1", FAR_STEPS) if history.kl_name() == "kl/k3" else []
     if kl is not None and len(k1) == FAR_STEPS:  # k3 is short by what the policy no longer samples
-        kl = max(kl, least_and_most(k1)[0])
+        kl = max(kl, min(k1))
     if kl is None or not length or kl <= FAR.value or kl * fmean(length) <= FAR_COMPLETION.value:
         return None
     per_completion = number(kl * fmean(length))

@@ -23,8 +23,6 @@ SHIFTED = 0.2
 """The part of the distance that is left at most once a shift is undone."""
 GREW = 4.0
 """Times as far apart as before the first update: the mismatch came with the updates."""
-AT_ONCE = 1.0
-"""Nats per token in one step, after steps below `MISMATCH`: no drift."""
 COURSE, START_LIKE = 20, 1.5
 """Steps over which the distances of sampler and reference are compared, and how many times they differ at most."""
 
@@ -179,8 +177,8 @@ def _own_cut(history: History, deltas: Sequence[float]) -> str:
     top_p, top_k = history.settings.top_p or 1.0, max(history.settings.top_k or 0, 0)
     k1 = fmean(deltas) if deltas else history.latest.get("sampler/k1", 0.0)
     # k1 - k3 is the mass that is cut; of weights that differ, with nothing cut, it is 0
-    cut = bool(deltas) or 2 * history.latest.get("sampler/k3", math.inf) < k1
-    most = math.inf if top_k and cut else MISMATCH.value - math.log(top_p)
+    is_cut = top_k and (deltas or 2 * history.latest.get("sampler/k3", math.inf) < k1)
+    most = math.inf if is_cut else MISMATCH.value - math.log(top_p)
     if (top_p >= 1 and not top_k) or not 0 < k1 <= most or min(deltas, default=0.0) < -SAME:
         return ""
     cuts = [f"top_p {top_p:g}"] * (top_p < 1) + [f"top_k {top_k}"] * (top_k > 0)
@@ -193,13 +191,12 @@ def _own_cut(history: History, deltas: Sequence[float]) -> str:
 def _at_once(history: History, name: str) -> str:
     """Whether sampler and trainer still agreed in the steps before: weights that are not synced drift apart."""
     sizes = [_sizes({name: value})[name] for value in history.last(name, 2 * STEADY)]
-    if len(sizes) < 3 or max(sizes[:-1]) > MISMATCH.value or sizes[-1] < AT_ONCE:
-        return ""
-    return (
-        f"this step alone, so far: sampler and trainer agreed in the {len(sizes) - 1} steps before. Look for a single "
-        "bad batch: numbers that overflowed, or experts that the sampler routed differently (MoE). If the next steps "
-        "stay there, the sampler's weights are not synced"
+    agreed = len(sizes) > 2 and max(sizes[:-1]) <= MISMATCH.value and sizes[-1] >= 100 * MISMATCH.value
+    text = (
+        "this step alone, so far: sampler and trainer agreed in the steps before. Look for a single bad batch: numbers "
+        "that overflowed, or experts that the sampler routed differently (MoE). If it stays, the sync is missing"
     )
+    return text if agreed else ""
 
 
 def _of_start(history: History) -> str | None:
@@ -261,7 +258,7 @@ def silent(history: History) -> Evidence | None:
 )
 def not_reached(history: History) -> Evidence | None:
     """The policy does not come nearer to its teacher."""
-    coefficients = history.last("teacher/coef", 10) or [_coefficient(history)]
+    coefficients = history.last("teacher/coef", 10) or [1.0 if (own := history.settings.teacher_coef) is None else own]
     if len(history.rows) < REACH_STEPS or not teacher_alone(history) or min(coefficients) <= 0:
         return None
     for name in _per_teacher(history):
@@ -274,17 +271,11 @@ def not_reached(history: History) -> Evidence | None:
 
 def teacher_alone(history: History) -> bool:
     """Whether a teacher alone trains: no reward (another trainer may log one without spread), and hardly any beta."""
-    coefficient = history.latest.get("teacher/coef", _coefficient(history))
+    coefficient = history.latest.get("teacher/coef", history.settings.teacher_coef or 1.0)
     rewards = history.last("reward", REACH_STEPS) if history.settings.other_kernels else []
     rewarded = "reward_std" in history.latest or len({*rewards}) > 1
     is_taught = any(name.startswith(TO_TEACHER) for name in history.latest)
     return is_taught and not rewarded and history.latest.get("beta", 0.0) <= coefficient / 20
-
-
-def _coefficient(history: History) -> float:
-    """The configured coefficient; where another trainer's log has none, the KL to a teacher is in the loss by 1."""
-    coefficient = history.settings.teacher_coef
-    return float(history.settings.other_kernels) if coefficient is None else coefficient
 
 
 @alarm(

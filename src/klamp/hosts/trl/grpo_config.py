@@ -126,13 +126,9 @@ def check_arguments(kl: KLConfig, args: Any, *, host: str = "TRL", more: Sequenc
         _warn_of_sampler("kl_estimator", kl.kl_estimator, args)
 
 
-PLAIN: Mapping[str, Any] = {
-    "do_sample": True,
-    **dict.fromkeys(("num_beams", "top_p", "typical_p", "repetition_penalty"), 1),
-    **dict.fromkeys(("top_k", "min_p", "no_repeat_ngram_size", "min_new_tokens", "min_tokens"), 0),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "logit_bias")),
-}
+PLAIN = {"do_sample": True} | dict.fromkeys(("num_beams", "top_p", "typical_p", "repetition_penalty"), 1)
+PLAIN |= dict.fromkeys(("top_k", "min_p", "no_repeat_ngram_size", "min_new_tokens", "min_tokens", "bad_words_ids"), 0)
+PLAIN |= dict.fromkeys(("presence_penalty", "frequency_penalty", "suppress_tokens", "logit_bias"), 0)
 """Argument of a generation -> the value at which tokens are drawn from the policy itself."""
 
 
