@@ -11,7 +11,6 @@ from torch.nn.functional import kl_div
 from klamp.core.estimators import exact_kl, kl_estimate
 from klamp.core.gradients import kl_penalty
 from klamp.core.heads.kl import linear_kl
-from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError, DataError, ShapeError
 
 DIRECTIONS = ("reverse", "forward", "js")
@@ -106,13 +105,6 @@ def test_a_row_of_padding_is_chosen_before_the_arithmetic(direction, padding):
     slope = torch.autograd.grad(torch.where(there, value, 0.0).sum(), policy)[0]
     expected = exact_kl(policy[:1], teacher[:1], direction=direction).sum()
     assert torch.equal(slope[0], torch.autograd.grad(expected, policy)[0][0]) and not slope[1].any()
-    if direction == "reverse":
-        assert slope[0].tolist() == pytest.approx([0.116712701, -0.204735438, 0.088022736], abs=1e-9)
-        p, kept = policy.log_softmax(-1), there[:, None].expand(2, 3)
-        plain = topk_kl(p, teacher, p[:, 0], teacher[:, 0], ~there, kept=kept, tail="none")
-        assert plain.tolist()[0] == pytest.approx(0.104380945, abs=1e-9)  # with what these numbers lack of 1
-        again = torch.autograd.grad(torch.where(there, plain, 0.0).sum(), policy)[0]
-        assert again.tolist() == [pytest.approx(slope[0].tolist(), abs=1e-9), [0.0] * 3]
     swapped = exact_kl(teacher, policy.detach(), direction=direction)
     assert swapped.isnan().tolist() == [False, True]
 

@@ -167,6 +167,13 @@ def test_far_is_a_nat_per_token_and_eight_per_completion() -> None:
     assert look("kl-far", history_of(k3=[0.9] * 5, length=[80.0] * 5)) is None
     assert look("kl-far", history_of(k3=[3.0] * 5, length=[2.0] * 5)) is None, "one right token may need that"
     assert look("kl-far", history_of(k3=[1.1] * 4, length=[8.0] * 4)) is None
+    short, wild = {"k3": [0.7] * 5, "length": [30.0] * 5}, [3.0, 2.6, -0.2, 1.4, 1.0]
+    assert look("kl-far", history_of(k1=[1.5] * 5, **short)) is not None, "one word is sampled, and k3 misses the rest"
+    assert (
+        look("kl-far", history_of(k1=[0.9] * 5, **short)) is None
+        and look("kl-far", history_of(k1=wild, **short)) is None
+    )
+    assert look("kl-far", history_of(k1=[1.5] * 5, exact=[0.8] * 5, **short)) is None, "the exact KL misses nothing"
 
 
 WIGGLE = [0.001 * (-1) ** i for i in range(30)]

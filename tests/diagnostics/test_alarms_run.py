@@ -163,6 +163,9 @@ def test_repetition_is_half_of_the_tokens_and_more_than_before() -> None:
     assert repeated(0.0, 0.51)
     assert not repeated(0.0, 0.49) and not repeated(0.4, 0.55), "the task wants it"
     assert not repeated(0.0, 0.9, steps=2)
+    for sound in (2, 3, 4):  # a collapse within the first five steps
+        assert look("repetition", history_of(length__repeated=[0.0] * sound + [0.9] * 6)) is not None
+    assert look("repetition", history_of(length__repeated=[0.3, 0.2, 0.9, 0.3, 0.8, 0.2, 0.9, 0.5, 0.4, 0.7])) is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.diagnostics.histories import history_of, look
+from tests.diagnostics.histories import history_of, look, noisy
 
 from klamp.doctor.examine import examine
 from klamp.doctor.history import RunSettings
@@ -31,6 +31,14 @@ def test_a_teacher_that_is_not_reached() -> None:
     assert rises("teacher-not-reached", teacher__kl=[0.5] * 60, **coef, beta=[0.01] * 60), "too small to hold it"
     for other in ({"reward_std": [0.3] * 60}, {"beta": [0.1] * 60}, {"teacher__coef": [1.0] * 59 + [0.0]}):
         assert not rises("teacher-not-reached", teacher__kl=[0.5] * 60, **coef | other), "something else is trained on"
+
+
+def test_without_a_coefficient_a_teacher_alone_is_trained_on() -> None:
+    curves: dict[str, Any] = {"teacher__kl": [0.5] * 60}
+    another = RunSettings(other_kernels=True)
+    assert rises("teacher-not-reached", settings=another, reward=[0.0] * 60, **curves)
+    assert not rises("teacher-not-reached", settings=another, reward=noisy(0.5, 60, scale=0.1), **curves)
+    assert not rises("teacher-not-reached", settings=RunSettings(teacher_coef=0.0), **curves)
 
 
 def test_of_several_teachers_one_that_is_not_reached_is_named() -> None:

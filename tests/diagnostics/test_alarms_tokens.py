@@ -10,7 +10,7 @@ from tests.diagnostics.histories import completion, history_of, look
 
 from klamp.doctor.causes import blame
 from klamp.doctor.history import Completion, History, Row, RunSettings
-from klamp.doctor.metrics import settings_of
+from klamp.doctor.metrics import settings_of, settings_of_run
 from klamp.verify.worlds import truncate_top_p
 
 
@@ -107,6 +107,13 @@ def test_what_came_with_the_updates_is_a_missing_sync_and_what_was_there_from_th
     assert "it came with the updates" in cause(history_of(sampler__abs=[0.01, 0.9])), "TRL logs no k3"
 
 
+@pytest.mark.parametrize("name", ["sampler__k3", "sampler__abs", "sampler__k1"])
+def test_a_single_step_after_steps_that_agreed_is_no_missing_sync(name: str) -> None:
+    assert cause(history_of(**{name: [0.002, 0.003, 8.0]})).startswith("this step alone, so far: sampler and trainer")
+    for drifting in ([0.002, 8.0], [0.002, 0.2, 8.0]):
+        assert cause(history_of(**{name: drifting})).startswith("it came with the updates")
+
+
 def test_a_sampler_that_cuts_its_distribution_is_no_missing_sync() -> None:
     """Under top-p 0.9 k3 is some .001 where k1 is .03: in the first step, before any update, already."""
     torch.manual_seed(0)
@@ -146,6 +153,18 @@ def test_a_sampler_as_far_as_the_reference_has_the_weights_of_the_start() -> Non
     assert found is not None and found.causes[0].startswith("the sampler still has the weights that training started")
     stale = look("sampler-mismatch", history_of(k3=kl, sampler__k3=[0.0, *[0.02] * 19]))
     assert stale is not None and stale.causes[0].startswith("it came with the updates")
+
+
+def test_the_runs_own_top_k_is_named_where_mass_is_cut() -> None:
+    def told(k3: float, **own: float) -> str:
+        history = history_of(sampler__k1=[0.2] * 10, sampler__k3=[k3] * 10, settings=RunSettings(**own))  # pyright: ignore
+        return cause(history)
+
+    assert told(0.03, top_k=20).startswith("the run's own top_k 20: the trainer scores the whole")
+    assert told(0.03, top_k=20, top_p=0.9).startswith("the run's own top_p 0.9 and top_k 20:")
+    for k3, own in ((0.21, {"top_k": 20}), (0.03, {"top_k": 0}), (0.03, {"top_k": -1}), (0.03, {})):
+        assert "the run's own" not in told(k3, **own), "of other weights k1 and k3 are alike"
+    assert settings_of({"top_k": 20}, set()).top_k == settings_of_run({"top_k": 20}).top_k == 20
 
 
 def test_the_runs_own_top_p_is_named_and_only_where_it_explains_the_mismatch() -> None:

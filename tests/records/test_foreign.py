@@ -1,4 +1,4 @@
-"""Logs of other trainers, after public reports: what `klamp doctor` finds, and what it says it cannot tell."""
+"""Logs of other trainers: what `klamp doctor` finds, and what it says it cannot tell; tests/cases_4 has more."""
 
 from __future__ import annotations
 
@@ -12,29 +12,10 @@ from klamp.cli import main
 from klamp.doctor.readers.klamp_run import describe_changes
 
 FOREIGN = Path(__file__).parent / "foreign"
-COLLAPSE, MISMATCH = "reward-collapse", "sampler-mismatch"
 FILES = [
-    ("art.jsonl", "", ["kl-spike", COLLAPSE, "kl-growing"], 1, "not read loss/kl_div: a term of ART's loss"),
     ("curriculum.jsonl", "", [], 0, "no alarm"),
-    ("curriculum-then-collapse.jsonl", "", [COLLAPSE], 1, "(step 16"),
-    ("nemo-single-steps.jsonl", "", [MISMATCH], 1, "(step 3, and 3 more)"),
-    ("open-instruct-drift.jsonl", "", ["not-trained", MISMATCH], 1, "train/learning_rate is 0"),
-    ("padded-with-ones.jsonl", "", [], 0, "no alarm"),
-    ("retokenised.jsonl", "", [MISMATCH], 1, "tokens to blame"),
-    ("shifted-by-one.jsonl", "", [MISMATCH], 1, "the lists are shifted by one position"),
-    ("slime-distillation.jsonl", "", ["truncated"], 1, "needs teacher/coef or teacher_coef (--teacher_coef says it)"),
-    ("slime-distillation.jsonl", "--teacher_coef 1", ["truncated", "teacher-not-reached"], 1, "was 0.32 nats"),
-    ("swift-saturated.jsonl", "", ["saturated"], 1, "not read rollout_correction/kl: ms-swift's k1"),
-    ("trl-entropy-explodes.json", "", [COLLAPSE], 1, "the entropy rose from 0.391 to 2.03"),
-    ("trl-entropy-rises.json", "", [], 3, "cannot tell: no alarm in what was looked at"),
-    ("trl-entropy-rises.json", "--beta 0", [], 0, "no alarm; 7 of 23 alarms were checked, 16 could not be"),
-    ("trl-old-ppo.jsonl", "", ["kl-growing", COLLAPSE, "kl-far"], 1, "kl/k1 grew from 0.0866"),
-    ("trl-reward-minimised.json", "", [COLLAPSE], 1, "the sign of the loss, of the advantage"),
-    ("verl-beta-runs-away.jsonl", "", ["beta-runaway", COLLAPSE], 1, "beta went from 0.00109 to 0.0525"),
-    ("verl-distillation.jsonl", "", [], 0, "not read actor/distillation/abs_loss: the size of the estimate"),
-    ("verl-distillation.jsonl", "--teacher_coef 1", [], 0, "no alarm"),
-    ("verl-negative-beta.jsonl", "", ["negative-beta", "kl-growing"], 1, "beta is -0.001: a bonus for distance"),
-]  # fmt: skip
+    ("curriculum-then-collapse.jsonl", "", ["reward-collapse"], 1, "(step 16"),
+]
 """File, options, the alarms in their order, the exit code, some of the text."""
 
 

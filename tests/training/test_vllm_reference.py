@@ -109,22 +109,6 @@ def test_another_temperature_is_refused_before_anything_is_scored(connected_to, 
         VLLMReference(f"http://127.0.0.1:{kept_port()}", "start").score(completions, temperature=0.6)
 
 
-def test_an_answer_s_numbers_are_its_own_behind_any_prompt(monkeypatch):
-    """Case: a hint of two tokens, and answers of two and of one; at the policy's positions they were [-2, -3]."""
-    logprobs = {(7, 7, 1, 2, 3): [-2.0, -3.0, -0.5, -0.3], (1, 2, 3): [-0.9, -0.2], (1, 2): [-0.9]}
-
-    def entries(_, sequences, top_k):
-        numbers = ([None, *logprobs[tuple(ids)]] for ids in sequences)
-        return [
-            [x if x is None else {str(i): {"logprob": x}} for i, x in zip(ids, row, strict=True)]
-            for ids, row in zip(sequences, numbers, strict=True)
-        ]
-
-    monkeypatch.setattr(VLLMReference, "entries", entries)
-    scores = VLLMReference("http://h", "x").score_tokens([[7, 7, 1], [1], [1]], [[2, 3], [2, 3], [2]], temperature=1.0)
-    assert scores == [[[(2, -0.5)], [(3, -0.3)]], [[(2, -0.9)], [(3, -0.2)]], [[(2, -0.9)]]]
-
-
 def test_a_server_for_shorter_sequences_is_refused(connected_to, server_of, context):
     lengths = [len(context.tokenizer(example.prompt)["input_ids"]) for example in context.task.train]
     enough = max(lengths) + context.config.rollout.max_completion_length + 1

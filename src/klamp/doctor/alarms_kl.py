@@ -304,6 +304,9 @@ def _first_kl(history: History) -> tuple[str, float]:
 def kl_far(history: History) -> Evidence | None:
     """The policy is far from its reference."""
     kl, length = _settled(history, FAR_STEPS), history.last("length/mean", FAR_STEPS)
+    k1 = history.last("kl/k1", FAR_STEPS) if history.kl_name() == "kl/k3" else []
+    if kl is not None and len(k1) == FAR_STEPS:  # k3 is short by what the policy no longer samples
+        kl = max(kl, min(k1))
     if kl is None or not length or kl <= FAR.value or kl * fmean(length) <= FAR_COMPLETION.value:
         return None
     per_completion = number(kl * fmean(length))

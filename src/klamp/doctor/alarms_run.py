@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import fmean, median
 
 from klamp.doctor import causes
@@ -269,9 +269,11 @@ def _harder_prompts(history: History) -> bool:
 )
 def repetition(history: History) -> Evidence | None:
     """Completions repeat themselves."""
-    start, now = history.first("length/repeated", 5), history.last("length/repeated", 5)
-    if min(len(start), len(now)) < 5 or fmean(now) < REPEATED.value:
+    early, now = history.first("length/repeated", 5), history.last("length/repeated", 5)
+    if min(len(early), len(now)) < 5 or fmean(now) < REPEATED.value:
         return None
+    before = list(takewhile(lambda share: share < REPEATED.value, early))  # a policy may collapse in its first steps
+    start = before if 1 < len(before) < len(history.rows) - len(now) else early
     errors = 3.5 if len(history.rows) > LONG else 3.0
     rose = is_apart(start, now, errors=errors, curve=history.last("length/repeated", EARLY))
     if fmean(now) - fmean(start) < MORE_REPEATED.value or not rose:

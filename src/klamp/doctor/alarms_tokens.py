@@ -135,7 +135,8 @@ def causes_of(history: History) -> list[str]:
     metric = name if is_apart_at_start or "sampler/k3" not in first else "sampler/k3"
     at_start = f"{metric} was {number(history.rows[0].metrics[metric])}"
     if not is_apart_at_start:
-        text = _of_start(history) or (
+        text = _of_start(history) or _at_once(history, metric)
+        text = text or (
             f"it came with the updates ({at_start} before the first one): the sampler's weights, or those of its "
             "adapter, are not synced before each rollout"
         )
@@ -172,15 +173,30 @@ def _shift(completions: Sequence[Completion]) -> str:
 
 
 def _own_cut(history: History, deltas: Sequence[float]) -> str:
-    """Whether the run's own top-p explains that the sampler finds its tokens likelier."""
-    top_p = history.settings.top_p or 1.0
+    """Whether the run's own top-p or top-k explains that the sampler finds its tokens likelier."""
+    top_p, top_k = history.settings.top_p or 1.0, max(history.settings.top_k or 0, 0)
     k1 = fmean(deltas) if deltas else history.latest.get("sampler/k1", 0.0)
-    if top_p >= 1 or not 0 < k1 <= MISMATCH.value - math.log(top_p) or min(deltas, default=0.0) < -SAME:
+    # k1 - k3 is the mass that is cut; of weights that differ, with nothing cut, it is 0
+    is_cut = top_k and (deltas or 2 * history.latest.get("sampler/k3", math.inf) < k1)
+    most = math.inf if is_cut else MISMATCH.value - math.log(top_p)
+    if (top_p >= 1 and not top_k) or not 0 < k1 <= most or min(deltas, default=0.0) < -SAME:
         return ""
+    cuts = [f"top_p {top_p:g}"] * (top_p < 1) + [f"top_k {top_k}"] * (top_k > 0)
     return (
-        f"the run's own top_p {top_p:g}: the trainer scores the whole distribution, and no sync mends that. Sample "
-        "with top_p 1, or score the tokens after the same cut"
+        f"the run's own {' and '.join(cuts)}: the trainer scores the whole distribution, and no sync mends that. "
+        "Sample from the whole distribution, or score the tokens after the same cut"
     )
+
+
+def _at_once(history: History, name: str) -> str:
+    """Whether sampler and trainer still agreed in the steps before: weights that are not synced drift apart."""
+    sizes = [_sizes({name: value})[name] for value in history.last(name, 2 * STEADY)]
+    agreed = len(sizes) > 2 and max(sizes[:-1]) <= MISMATCH.value and sizes[-1] >= 100 * MISMATCH.value
+    text = (
+        "this step alone, so far: sampler and trainer agreed in the steps before. Look for a single bad batch: numbers "
+        "that overflowed, or experts that the sampler routed differently (MoE). If it stays, the sync is missing"
+    )
+    return text if agreed else ""
 
 
 def _of_start(history: History) -> str | None:
@@ -238,7 +254,7 @@ def silent(history: History) -> Evidence | None:
 
 @alarm(
     "teacher-not-reached",
-    needs=(TO_TEACHER, "teacher/coef|settings.teacher_coef"),
+    needs=(TO_TEACHER,),
     steps=REACH_STEPS,
     concerns="a teacher alone",
     limits=(REACHED,),
@@ -247,7 +263,7 @@ def silent(history: History) -> Evidence | None:
 )
 def not_reached(history: History) -> Evidence | None:
     """The policy does not come nearer to its teacher."""
-    coefficients = history.last("teacher/coef", 10) or [history.settings.teacher_coef or 0.0]
+    coefficients = history.last("teacher/coef", 10) or [1.0 if (own := history.settings.teacher_coef) is None else own]
     if len(history.rows) < REACH_STEPS or not teacher_alone(history) or min(coefficients) <= 0:
         return None
     for name in _per_teacher(history):
@@ -260,7 +276,7 @@ def not_reached(history: History) -> Evidence | None:
 
 def teacher_alone(history: History) -> bool:
     """Whether a teacher alone trains: no reward (another trainer may log one without spread), and hardly any beta."""
-    coefficient = history.latest.get("teacher/coef", history.settings.teacher_coef or 0.0)
+    coefficient = history.latest.get("teacher/coef", history.settings.teacher_coef or 1.0)
     rewards = history.last("reward", REACH_STEPS) if history.settings.other_kernels else []
     rewarded = "reward_std" in history.latest or len({*rewards}) > 1
     is_taught = any(name.startswith(TO_TEACHER) for name in history.latest)

@@ -49,6 +49,8 @@ class RunSettings:
     """Coefficient of the KL to a teacher; None also where there is none."""
     top_p: float | None = None
     """The share of the distribution that the run samples from."""
+    top_k: int | None = None
+    """The number of likeliest tokens that the run samples from; 0 and below: all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -266,7 +266,7 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
     """The settings of a run, as far as its arguments (as TRL names them) and the names of its metrics say."""
     loss, scale, k3 = config.get("loss_type"), config.get("scale_rewards"), (names or {}).get("kl/k3", OVER_UPDATES)
     numbers: dict[str, Any] = {
-        name: x for name in ("beta", "teacher_coef", "top_p") if isinstance(x := config.get(name), int | float)
+        name: x for name in ("beta", "teacher_coef", "top_p", "top_k") if isinstance(x := config.get(name), int | float)
     }
     if any("teacher" in name and "kl" in name for name in logged):
         numbers.pop("teacher_coef", None)  # the coefficient is logged, perhaps under another name
@@ -299,6 +299,7 @@ def settings_of_run(values: Mapping[str, Any], *, rl_skill: str | None = None) -
         other_reference=values.get("ref_model") is not None,
         moving_reference=values.get("reference") in ("ema", "periodic"),
         top_p=numbers.get("top_p"),
+        top_k=integers.get("top_k"),
         prompts=integers.get("prompts_per_step"),
         rl_skill=rl_skill,
         eval_size=integers.get("eval_size"),

@@ -23,7 +23,7 @@ from klamp.hosts.common.kl_fields import PASSED, TeacherFields, read_again, teac
 from klamp.hosts.common.versions import host_version
 from klamp.hosts.trl import measure, teacher
 from klamp.hosts.trl.callbacks import report_of
-from klamp.hosts.trl.grpo_config import not_klamps_trainer
+from klamp.hosts.trl.grpo_config import not_klamps_trainer, sampler_changes
 from klamp.hosts.trl.reference import check_folder, own_reference, placed, plain_model, predicted, weights_are_split
 from klamp.hosts.trl.session import Scoring, Session, Teacher, TRLTrainer, mode_of
 from klamp.scoring.model_parts import check_same_vocabulary, token_logprobs
@@ -31,8 +31,6 @@ from klamp.scoring.probe import probe
 
 DIRECTIONS: dict[float, Direction] = {0.0: "forward", 0.5: "js", 1.0: "reverse"}
 """TRL's beta -> its direction; values between them have no direction in klamp."""
-DRAWN = {"do_sample": True, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
-"""What can draw tokens from another policy than the one that is trained -> where it does not."""
 
 
 class OwnDivergence(float):
@@ -63,8 +61,7 @@ class DistillationConfig(TeacherFields, trl.DistillationConfig):
 
 def refusals(c: TeacherConfig, args: Any) -> list[Refusal]:
     """What TRL's distillation cannot do with a teacher, beside its own arguments."""
-    plain, options = DRAWN | {"temperature": args.temperature}, vars(args) | (args.generation_kwargs or {})
-    drawn = [name for name, value in plain.items() if options.get(name, value) not in (value, None)]
+    drawn = sampler_changes(args)
     own = (c.kind, c.teacher_prompt, c.teacher_models, c.teacher_placement, c.teacher_off_policy)
     return [
         Refusal(

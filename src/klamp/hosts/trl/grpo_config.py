@@ -72,6 +72,7 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
         if teacher is not None and teacher.there:
             shifted = teacher.teacher_placement == "advantage"
             refuse([*kl_fields.one_teacher_refusals(teacher), *advantage_refusals("teacher", shifted, self)])
+            _warn_of_sampler("teacher_estimator", teacher.teacher_estimator, self)
         super().__post_init__()
         if kl is not None:
             warn_few_prompts(kl, (self.generation_batch_size or 1) / (self.num_generations or 1))
@@ -93,13 +94,7 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
         return {**super().to_dict(), "beta": float(self.beta)}
 
 
-def check_arguments(
-    kl: KLConfig,
-    args: Any,
-    *,
-    host: str = "TRL",
-    more: Sequence[Refusal] = (),
-) -> None:
+def check_arguments(kl: KLConfig, args: Any, *, host: str = "TRL", more: Sequence[Refusal] = ()) -> None:
     """Refuse combinations that the arguments of a trainer of TRL's kind make impossible; `more`: of this host alone."""
     check_name("loss_type", args.loss_type, LOSS_TYPES[host])
     own = LOSS_TYPES[host][args.loss_type]
@@ -127,6 +122,27 @@ def check_arguments(
     if (asked := getattr(args, name := "use_bias_correction_kl", None)) != getattr(type(args), name, None):
         text = f"{name}={asked} has no effect: the KL is klamp's, and its gradient the one that kl_gradient says."
         warnings.warn(text, KLWarning, stacklevel=3)
+    if kl.needs_reference:
+        _warn_of_sampler("kl_estimator", kl.kl_estimator, args)
+
+
+PLAIN = {"do_sample": True} | dict.fromkeys(("num_beams", "top_p", "typical_p", "repetition_penalty"), 1)
+PLAIN |= dict.fromkeys(("top_k", "min_p", "no_repeat_ngram_size", "min_new_tokens", "min_tokens", "bad_words_ids"), 0)
+PLAIN |= dict.fromkeys(("presence_penalty", "frequency_penalty", "suppress_tokens", "logit_bias"), 0)
+"""Argument of a generation -> the value at which tokens are drawn from the policy itself."""
+
+
+def sampler_changes(args: Any) -> list[str]:
+    """The arguments by which TRL draws tokens from another distribution than the policy that is trained."""
+    plain, options = PLAIN | {"temperature": args.temperature}, vars(args) | (args.generation_kwargs or {})
+    options["top_k"] = max(options["top_k"] or 0, 0)  # vLLM's -1 is no limit
+    return [name for name, value in plain.items() if options.get(name, value) not in (value, None)]
+
+
+def _warn_of_sampler(field: str, estimator: str, args: Any) -> None:
+    if estimator != "exact" and (changes := " and ".join(sampler_changes(args))):
+        text = f"With {changes} the sampler is not the policy: the KL of its tokens ({field}={estimator!r}) is biased."
+        warnings.warn(f"{text} Leave {changes} out, or set {field}='exact'.", KLWarning, stacklevel=4)
 
 
 def settle_reference(kl: KLConfig, args: Any) -> None:
