@@ -240,7 +240,7 @@ class TrainConfig:
         factors = {"learning rate": "warmup_steps" * own, "beta": "kl_warmup_steps" * (self.kl.beta > 0)}
         for factor, name in {**factors, "teacher_coef": "teacher_warmup_steps" * teacher.there}.items():
             if self.run.max_steps == 1 and name and (value := self.flat()[name]):
-                yield f"{name}={value} with max_steps=1 leaves the only step a {factor} of 0: set it to 0, or more steps."
+                yield f"{name}={value} with max_steps=1 leaves the only step a {factor} of 0: set it to 0"
         if self.kl.kl_early_stop is not None and once:
             yield (
                 f"kl_early_stop={self.kl.kl_early_stop!r} has no effect: it needs num_iterations of 2 or more, since "
