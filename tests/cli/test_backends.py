@@ -15,9 +15,8 @@ import yaml
 from tests.training.conftest import TINY, stored, tiny_llama
 from tests.waiting import SECONDS
 
-from klamp.cli import main
+from klamp.cli import main, train
 from klamp.doctor.readers import read_record
-from klamp.hosts.common import versions
 from klamp.lab import backends
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,17 +123,17 @@ def test_a_dry_run_prints_the_arguments_of_trl(words, tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     ("flags", "code", "text"),
     [
-        ("--backend verl", 0, "This run cannot start here: klamp.verl needs verl, which is not installed. Fix: pip"),
-        ("--backend verl", 0, "needs vllm, which is not installed"),
-        ("--backend trl --sampler vllm", 0, "needs vllm, which is not installed"),
+        ("--backend verl", 0, "this run cannot start here: verl is not installed. pip install"),
+        ("--backend verl", 0, "here: vllm is not installed. pip install vllm"),
+        ("--backend trl --sampler vllm", 0, "here: vllm is not installed"),
         ("--backend trl", 0, ""),
         ("--report_to mlflow", 2, "a tracker cannot be used"),
         ("--report_to none", 0, ""),
     ],
 )
 def test_a_dry_run_says_what_is_missing_here(flags, code, text, words, monkeypatch, capsys):
-    present = versions.installed_version
-    monkeypatch.setattr(versions, "installed_version", lambda host: None if host in ("verl", "vllm") else present(host))
+    present = train.installed_version
+    monkeypatch.setattr(train, "installed_version", lambda host: None if host in ("verl", "vllm") else present(host))
     assert main(["train", *words, *flags.split(), "--dry_run"]) == code
     err = capsys.readouterr().err
     assert text in err and bool(text) == bool(err)

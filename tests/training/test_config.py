@@ -58,11 +58,15 @@ def test_an_early_stop_that_never_comes_is_warned_of():
     [
         ({"learning_rate": 5.0}, "learning_rate=5 moves each weight", {"learning_rate": 0.02}),
         ({"max_steps": 1}, "warmup_steps=10 with max_steps=1", {"warmup_steps": 0}),
-        ({"max_steps": 1}, "the learning rate of the only step is 0", {"max_steps": 2}),
-        ({"max_steps": 1, "warmup_steps": 0, "kl_warmup_steps": 3}, "so the beta of the only", {"kl_warmup_steps": 0}),
+        ({"max_steps": 1}, "leaves the only step a learning rate of 0", {"max_steps": 2}),
+        (
+            {"max_steps": 1, "warmup_steps": 0, "kl_warmup_steps": 3},
+            "the only step a beta of 0",
+            {"kl_warmup_steps": 0},
+        ),
         (
             {"max_steps": 1, "warmup_steps": 0, "teacher_model": "m", "teacher_warmup_steps": 3, "teacher_coef": 0.5},
-            "so the teacher_coef of the only",
+            "the only step a teacher_coef of 0",
             {"teacher_warmup_steps": 0},
         ),
         ({"max_steps": 1, "backend": "trl"}, "warmup_steps=10", {"num_iterations": 2}),

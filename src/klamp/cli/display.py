@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -23,14 +24,10 @@ from klamp.lab.observers import Observer, RunInfo
 from klamp.lab.tasks.base import NO_REWARD
 from klamp.report.run import ScoreFormat
 
-LEGEND = {
-    "KL": "KL in nats per token",
-    "over": "over: completions past the KL budget",
-    "teacher": "teacher: KL to it",
-    "clip": "clip: tokens past a ratio bound",
-    "tok/s": "tok/s: sampled and trained",
-}
-"""How the title of a column begins -> what it means."""
+LEGEND = (
+    "KL in nats per token; over: completions past the KL budget; teacher: KL to it; clip: tokens past a ratio bound; "
+    "tok/s: sampled and trained"
+)
 ROWS, LINES, LOADING_LINES = 12, 20, 5
 """Steps in the table of a terminal; lines for the steps of a run in a log; lines for the work before the first step."""
 
@@ -133,7 +130,8 @@ class Display(Drawn):
 
 def legend(titles: Collection[str]) -> str:
     """What the columns with these titles mean."""
-    return "; ".join(text for start, text in LEGEND.items() if any(title.startswith(start) for title in titles))
+    first = {title.partition(" ")[0] for title in titles}
+    return "; ".join(part for part in LEGEND.split("; ") if re.split("[ :]", part)[0] in first)
 
 
 MONITOR = "; --kl_monitor loads one, and measures the KL all the same"

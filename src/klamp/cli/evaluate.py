@@ -39,11 +39,8 @@ def run(argv: Sequence[str]) -> int:
     options, changes = read_command("evaluate", argv)
     with warnings.catch_warnings(action="ignore", category=KLWarning):  # of a KL that nobody is about to train with
         subject = find_subject(options.checkpoint, changes)
-    from transformers.utils.logging import disable_progress_bar
-
     from klamp.lab.ablate.one_run import evaluate
 
-    disable_progress_bar()
     outcome = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)
     if options.json:
         say(json.dumps(_as_object(options.checkpoint, subject, outcome), indent=2))

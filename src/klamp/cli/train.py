@@ -15,19 +15,23 @@ from rich.console import Console
 from klamp.cli.arguments import parse_train
 from klamp.cli.display import MONITOR, Display, settings, skill_rows
 from klamp.cli.prepare import prepared_text
-from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_table, train_command
+from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_caution, show_table, train_command
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.doctor.alarms_kl import share_in_band
 from klamp.doctor.readers import read_record
-from klamp.errors import TrainingStopped
-from klamp.lab.backends import check_backend, check_installed, engine_plan, launch, train_run
+from klamp.errors import TrainingStopped, missing_library
+from klamp.hosts.common.versions import installed_version
+from klamp.lab.backends import check_backend, engine_plan, launch, train_run
 from klamp.lab.checkpoint import check_resume
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import checkpoint_folders, plain, policy_in, run_folder
-from klamp.lab.observers import RunSummary
+from klamp.lab.observers import RunSummary, check_trackers
 from klamp.lab.tasks.base import NO_REWARD, Task
 from klamp.names import METRICS_FILE
+
+ENGINES = {"local": set[str](), "trl": {"trl"}, "verl": {"verl", "vllm"}}
+"""Backend -> the packages that it runs."""
 
 
 def run(argv: Sequence[str], *, console: Console | None = None) -> int:
@@ -39,7 +43,11 @@ def run(argv: Sequence[str], *, console: Console | None = None) -> int:
     elif options.dry_run:
         from klamp.lab.setup import open_inputs
 
-        check_installed(config)
+        if config.run.backend == "local":
+            check_trackers(config)
+        engines = ENGINES[config.run.backend] | ({"vllm"} if config.rollout.sampler == "vllm" else set())
+        for engine in sorted(name for name in engines if installed_version(name) is None):
+            show_caution(f"this run cannot start here: {engine} is not installed. {missing_library(engine, by='').fix}")
         say(plan_text(config, open_inputs(config), argv))
     elif config.run.backend != "local":
         launch(config, argv)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +16,14 @@ import yaml
 
 from klamp.config import LOSS_TYPES, KLConfig
 from klamp.config.fields import host_refusals
-from klamp.errors import ConfigError, KLWarning, Refusal, TrainingStopped, UnsupportedVersion, refuse
+from klamp.errors import ConfigError, Refusal, TrainingStopped, refuse
 from klamp.hosts.common.kl_fields import one_teacher_refusals
 from klamp.hosts.common.versions import caution_beside, check_version
 from klamp.hosts.verl.overrides import teacher_refusals
 from klamp.lab import folders
 from klamp.lab.config import Backend, TrainConfig
 from klamp.lab.folders import run_folder, write_whole
-from klamp.lab.observers import Observer, RunSummary, check_trackers, versions
+from klamp.lab.observers import Observer, RunSummary, versions
 from klamp.lab.tasks.base import NO_REWARD
 from klamp.names import CONFIG, IDENTITY, VERSIONS
 
@@ -200,19 +199,6 @@ def check_backend(config: TrainConfig) -> None:
         for rule in (*elsewhere, *rules)
     )
     refuse(hosted(config))
-
-
-def check_installed(config: TrainConfig) -> None:
-    """For a dry run: refuse trackers as the run itself does, caution of an engine that is not installed here."""
-    backend = config.run.backend
-    if backend == "local":
-        return check_trackers(config)
-    engines = ("vllm",) if backend == "verl" or config.rollout.sampler == "vllm" else ()
-    for engine in (backend, *engines):
-        try:
-            check_version(engine)
-        except UnsupportedVersion as error:
-            warnings.warn(f"This run cannot start here: {error.what}. Fix: {error.fix}", KLWarning, stacklevel=2)
 
 
 def launch(config: TrainConfig, argv: Sequence[str]) -> None:

@@ -243,16 +243,10 @@ class TrainConfig:
                 f"learning_rate={rate:g} moves each weight by about {rate:g} in one update, and a model's weights are "
                 f"about {LARGE_RATE} in size: a few updates destroy it. Use 1e-6 to 1e-4, for an adapter up to 1e-3."
             )
-        for factor, name, value in (
-            ("learning rate", "warmup_steps", optim.warmup_steps * own),
-            ("beta", "kl_warmup_steps", self.kl.kl_warmup_steps * (self.kl.beta > 0)),
-            ("teacher_coef", "teacher_warmup_steps", teacher.teacher_warmup_steps * teacher.there),
-        ):
-            if self.run.max_steps == 1 and value:
-                yield (
-                    f"{name}={value} with max_steps=1: a warm-up starts at 0, so the {factor} of the only step is 0. "
-                    f"Set {name}=0, or more steps."
-                )
+        factors = {"learning rate": "warmup_steps" * own, "beta": "kl_warmup_steps" * (self.kl.beta > 0)}
+        for factor, name in {**factors, "teacher_coef": "teacher_warmup_steps" * teacher.there}.items():
+            if self.run.max_steps == 1 and name and (value := self.flat()[name]):
+                yield f"{name}={value} with max_steps=1 leaves the only step a {factor} of 0: set it to 0"
         if self.kl.kl_early_stop is not None and once:
             yield (
                 f"kl_early_stop={self.kl.kl_early_stop!r} has no effect: it needs num_iterations of 2 or more, since "

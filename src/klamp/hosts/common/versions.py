@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import platform
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -83,9 +82,8 @@ def hardware(*, cpu: bool) -> str:
     """What this process computes on, in words; `cpu`: it stays on the CPU even if there are GPUs."""
     import torch
 
-    if not cpu and torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    gpus = 0 if cpu else torch.cuda.device_count()
+    return f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"CPU ({torch.get_num_threads()} threads)"
 
 
 @functools.cache

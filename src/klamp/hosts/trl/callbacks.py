@@ -136,8 +136,7 @@ def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 class ReportCallback(TrainerCallback):
     """Writes what `klamp report OUTPUT_DIR` shows beside the log of a TRL trainer.
 
-    klamp's trainers have one by default: four completions every ten steps, no answers, in `_klamp_report`. Setting
-    `klamp_report=False` in their arguments turns it off; passing one of your own replaces it.
+    klamp's trainers have one by default (without answers, in `_klamp_report`), unless their klamp_report is False.
     Completions are the main process's; answers are greedy, to the first prompts of the evaluation set (else of the
     training set), before and after; split weights give no answers.
 
@@ -226,7 +225,7 @@ def report_of(trainer: TRLTrainer, *, default: bool) -> ReportCallback | None:
     own = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ReportCallback)]
     if not own and default and getattr(trainer.args, "klamp_report", True):
         own = [ReportCallback(completions=4, answers=0, folder=REPORT)]
-        trainer.add_callback(own[0])
+        trainer.add_callback(*own)
     for callback in own:
         callback.trainer = trainer
     return own[-1] if own else None

@@ -37,6 +37,7 @@ from klamp.lab.models import device_of, load_model, load_tokenizer, max_length, 
 from klamp.lab.rollouts import completed
 from klamp.lab.sampling import uniform_numbers
 from klamp.lab.setup import Context, load_prompts
+from klamp.lab.tasks.arithmetic import without_bars
 from klamp.lab.tasks.base import Example
 from klamp.names import CONFIG, SUMMARY
 from klamp.scoring.completions import select
@@ -163,6 +164,7 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     )
 
 
+@without_bars()
 def evaluate(
     config: TrainConfig, weights: str | Path | None, *, start: bool = True, prompts: int = KL_PROMPTS
 ) -> Outcome:
@@ -187,14 +189,12 @@ def evaluate(
     return Outcome(run=name, arm=name, seed=seed, rl_skill=skill, before=before, after=after, numbers=numbers)
 
 
+@without_bars()
 def main(own: Path) -> int:
     """Do the run that stdin holds in its folder, until stdin is closed; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
     run = pickle.load(sys.stdin.buffer)
 
     def stop_with_the_command() -> None:
