@@ -33,7 +33,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "verl": [
         NO_LOSS,
-        ({"loss_type": "grpo"}, "not where it is that of the others"),
+        ({"loss_type": "grpo"}, "not with the mean of the others"),
         ({"dtype": "float16", "lora_r": 2}, "float16 loss was not tried"),
         ({"cpu": True}, "GPUs and NPUs"),
         ({"stop_on": ("kl-spike",)}, "no callback"),
@@ -47,7 +47,7 @@ NOT_ALONE = [
     ("verl", {"sampler_url": "http://there:8000"}, "it is an option of trl"),
     ("verl", {"kl_estimator": "exact"}, "no logits"),
     ("verl", {"teacher_url": "http://there:8000"}, "teacher_url='http://there:8000' cannot be honoured by verl"),
-    ("verl", {"teacher_model": "there", "temperature": 0.7}, "the engine of verl's teacher"),
+    ("verl", {"teacher_model": "there", "temperature": 0.7}, "verl's teacher engine"),
     ("verl", {"teacher_model": "there", "reward": "none", "beta": 0.01}, "leaves out its policy loss"),
     ("trl", {"kl_early_stop": 0.1, "num_iterations": 2}, "cannot be honoured by TRL"),
     ("trl", {"reference": "remote", "reference_url": "http://there:8000"}, "cannot be honoured by TRL"),

@@ -69,7 +69,7 @@ def test_an_early_stop_that_never_comes_is_warned_of():
             "the only step a teacher_coef of 0",
             {"teacher_warmup_steps": 0},
         ),
-        ({"max_steps": 1, "backend": "trl"}, "warmup_steps=10", {"num_iterations": 2}),
+        ({"max_steps": 1, "backend": "trl"}, "warmup_steps=10", {"num_iterations": 2, "kl_off_policy": "token"}),
     ],
 )
 def test_a_rate_that_destroys_and_factors_that_are_0_are_warned_of(values, text, mended) -> None:

@@ -102,7 +102,7 @@ def test_a_model_whose_weights_are_not_all_in_its_files_is_refused_by_their_name
             (lacking, r"missing: \S*(1.mlp.down_proj.weight|mlp.c_fc.bias)"),
             (renamed, r"missing: .*; .* place in the model: \S*7"),
         ):
-            with pytest.raises(ModelError, match="not those of the model") as caught:
+            with pytest.raises(ModelError, match="do not belong to the model") as caught:
                 load(folder)
             assert says_all(caught.value) and folder in caught.value.got and re.search(named, caught.value.got)
 

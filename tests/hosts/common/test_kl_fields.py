@@ -39,9 +39,10 @@ def arguments(**changes: Any) -> Arguments:
 
 
 def test_every_field_of_the_configuration_is_there_but_beta() -> None:
-    names = {field.name for field in dataclasses.fields(KLFields)}
-    assert names == (DEFAULTS.keys() - {"beta"}) | TAUGHT.keys() | ALIASES.keys()
-    assert all(field.default is None for field in dataclasses.fields(KLFields))
+    defaults = {field.name: field.default for field in dataclasses.fields(KLFields)}
+    assert defaults.pop("klamp_report") is True, "the one field that is not of the KL"
+    assert defaults.keys() == (DEFAULTS.keys() - {"beta"}) | TAUGHT.keys() | ALIASES.keys()
+    assert all(default is None for default in defaults.values())
     assert KLFields.__annotations__["kl_controller_factors"] == list[float] | None
 
 
@@ -78,7 +79,9 @@ def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
     assert texts.keys() == DEFAULTS.keys() | TAUGHT.keys()
     for field in dataclasses.fields(KLFields):
         shown = field.metadata["help"] % ()
-        if field.name in ALIASES:
+        if field.name == "klamp_report":
+            assert "klamp report OUTPUT_DIR" in shown
+        elif field.name in ALIASES:
             assert shown == "Another name of beta."
         else:
             assert shown.startswith(texts[field.name]) and repr((DEFAULTS | TAUGHT)[field.name]) in shown
