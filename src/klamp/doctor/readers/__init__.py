@@ -45,7 +45,7 @@ def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
         return with_report(logs.read_trl_state(path, names), path)
     first = "".join(start[:1])
     may_be_printed = path.suffix != ".jsonl" or logs.PRINTED.search(first) or logs.CONSOLE.search(first)
-    if logs.PRINTED.match(first) or (not logs.JSON.match(first) and may_be_printed):
+    if logs.PRINTED.match(first) or (may_be_printed and not (start and all(map(logs.JSON.match, start)))):
         return logs.read_text(path, names)
     row = next(json_lines(path), None)
     if row is None or not rollouts.is_rollout(row):

@@ -156,9 +156,9 @@ def _with_metrics(source: str, rows: Sequence[Config], names: Names | None, path
 JSON = re.compile(r"[{\[]\s*(?:[\[{\"}]|$)")
 """How a line of JSON begins; `[2026-...` and `{'use_kl_loss': ...` do not."""
 SWITCH = re.compile(rf"\b({'|'.join(chain(*SWITCHES))})['\"]?\s*[:=]\s*(\w[\w.]*)")
-FLAGS = {"True", "False", "true", "false"}
-"""Values in a printed row without a step that say that it is a configuration."""
-MARK = re.compile(r"\bstep[ :=#]*(\d+)\b(?:/\d+)?(.*)", re.IGNORECASE)
+COLOR = re.compile(r"\x1b\[[\d;]*m")
+FLAGS = {"True", "False", "true", "false"}  # in a printed row without a step: it is a configuration
+MARK = re.compile(r"\b(?:step|iter(?:ation)?)[ :=#]*(\d+)\b(?:/\d+)?(.*)", re.IGNORECASE)
 """A step in a line, after which its values stand, there or in the lines below."""
 PAIR = re.compile(r"([a-z][\w./@ -]*?)\s*[:=]\s*(-?(?:\d+(?:\.\d*)?(?:e[+-]?\d+)?|nan|inf))(%?)", re.IGNORECASE)
 CONSOLE = re.compile(r"\bstep:\s*(\d+) - (\S.*)")
@@ -178,7 +178,7 @@ OF_CHARTS = ("__MIN", "__MAX")
 
 def read_text(path: Path, names: Names | None = None) -> History:
     """Read the history in what a trainer printed, or in a table of a notebook or of a chart."""
-    lines = [line.strip("\r\n") for line in text_lines(path) if line.strip()]
+    lines = [COLOR.sub("", line).strip("\r\n") for line in text_lines(path) if line.strip()]
     rows = next(filter(None, (list(parse(lines)) for parse in (_console, _printed, _marked))), [])
     rows = rows or list(_table(lines, path) if lines else ())
     if not rows:
