@@ -115,7 +115,7 @@ KINDS = [
     ("a.txt", tune(lambda i: 0.0003 * i, lambda i: 0.8 - 0.006 * i), ["reward-collapse"], 1, "fell"),
     ("a.txt", tune(lambda i: 0.0003 * i, curriculum), [], 0, "no alarm"),
     ("a.jsonl", jsonl(120, lambda i: {"kl": 0.0003 * i, "reward": curriculum(i)}), [], 0, "no alarm"),
-    ("a.txt", "".join(f"\x1b[1mIter {i}\x1b[0m kl={i / 1000}, reward={i / 100}\n" for i in range(9)), [], 0, "9 logged"),
+    ("a.txt", "".join(f"\x1b[1mIter {i}\x1b[0m kl={i / 1e3}, reward={i / 100}\n" for i in range(9)), [], 0, "9 log"),
     ("a.jsonl", dump(*OURS, 0.06), ["sampler-mismatch"], 1, "it came with the updates"),
     ("a.jsonl", dump(*OURS, 0.0), [], 0, "12 logged steps up to step 11"),
     ("a.jsonl", dump(*NEMO_NAMES, 0.0), [], 0, "12 logged steps up to step 11"),
