@@ -314,3 +314,17 @@ def test_a_negative_beta_is_an_alarm_unless_a_teacher_takes_it() -> None:
     assert look("negative-beta", history_of(k3=[0.1], settings=RunSettings(beta=-0.001))) is not None
     for sound in (history_of(beta=[0.0]), history_of(k3=[0.1]), history_of(beta=[-0.5], teacher__kl=[0.1])):
         assert look("negative-beta", sound) is None, "G-OPD has beta 1 - lambda beside a teacher"
+
+
+def test_a_loss_that_leaves_the_kl_out() -> None:
+    policy, kl = [0.1] * 20, [0.3] * 20
+    for share, beta, in_loss, alarmed in (
+        (0.009, 0.05, True, True),
+        (0.011, 0.05, True, False),
+        (0.0, 3e-4, True, False),
+        (0.0, 0.05, False, False),
+    ):
+        settings = RunSettings(beta=beta, kl_in_loss=in_loss)
+        loss = [x + share * beta * y for x, y in zip(policy, kl, strict=True)]
+        history = history_of(train__loss=loss, train__policy_loss=policy, k3=kl, settings=settings)
+        assert (look("kl-not-in-loss", history) is not None) is alarmed

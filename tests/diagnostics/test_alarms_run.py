@@ -283,3 +283,21 @@ def test_a_learning_rate_that_ended_and_one_that_is_rounded_to_0(seed: int) -> N
 
     assert late([5e-4 * min(i, 25) * x for i, x in enumerate(noise)], [1e-6] * 25 + [0.0] * 55) == [80]
     assert not late([5e-4 * i * x for i, x in enumerate(noise)], [0.0] * 80), "the policy moves: the 0 is rounded"
+
+
+@pytest.mark.parametrize(
+    ("left", "reward", "steps", "alarmed"),
+    [
+        (0.19, 0.5, 60, True),
+        (0.19, 0.5, 59, False),
+        (0.21, 0.5, 60, False),  # a quarter of 0.8 is 0.2
+        (0.19, 0.95, 60, False),  # learned
+        (0.19, 1.9, 60, True),
+    ],
+)
+def test_an_entropy_that_is_gone_while_the_reward_stands_still(
+    left: float, reward: float, steps: int, alarmed: bool
+) -> None:
+    entropy, rewards = [0.8] * 5 + [left] * (steps - 5), noisy(reward, steps, scale=0.01)
+    history = history_of(policy__entropy=entropy, reward=rewards)
+    assert (look("entropy-collapse", history) is not None) is alarmed

@@ -38,6 +38,8 @@ IN_NO_RUN = {
     "mask-on-prompt": "klamp's own loop hands out completions without their prompts; tests/diagnostics/"
     "test_alarms_tokens.py has it on the rows of other trainers",
     "negative-beta": "klamp refuses it; tests/diagnostics/test_alarms_kl.py",
+    "kl-not-in-loss": "klamp adds its KL to the loss; tests/records/test_kinds_of_fault.py",
+    "entropy-collapse": "the recorded runs without entropy earn all there is; tests/records/test_kinds_of_fault.py",
     "target-missed": "no recorded run with a target has 60 steps; tests/diagnostics/test_alarms_kl.py",
     "not-trained": "no planted run stands still for a reason of its own; tests/diagnostics/test_alarms_run.py",
     **{

@@ -77,9 +77,9 @@ PRIME = {"mismatch_kl/mean": 0.001, "reward/mean": 0.5, "entropy/mean": 0.4, "op
 ENDS = [
     ([{**PRIME, "step": step} for step in range(1, 9)], "", 0, "prime-rl trains without a reference model by design"),
     ([SHORT], "", 3, "NOT looked at: the record has too little of it"),
-    ([{"step": 1, "kl": 0.0}], "", 0, "no alarm; 3 of 23 alarms were checked, 20 could not be"),
-    ([{"step": step, "objective/kl": 2.0} for step in range(1, 9)], "", 3, "1 of 23 alarms were checked"),
-    ([{"step": step, "objective/kl": 2.0} for step in range(1, 9)], "--beta 0", 0, "2 of 23 alarms were checked"),
+    ([{"step": 1, "kl": 0.0}], "", 0, "no alarm; 3 of 24 alarms were checked, 21 could not be"),
+    ([{"step": step, "objective/kl": 2.0} for step in range(1, 9)], "", 3, "1 of 24 alarms were checked"),
+    ([{"step": step, "objective/kl": 2.0} for step in range(1, 9)], "--beta 0", 0, "2 of 24 alarms were checked"),
     ([{"step": step, "kl": 1e-5} for step in range(1, 25)], "", 0, "kl-growing not checked, needs reward"),
     ([{"step": step, "kl": 1e-5, "reward": 0.5} for step in (1, 2, 3)], "", 0, "needs 30 steps with its metrics"),
     ([{"step": step, "reward": 0.5, "reward_std": 0.1} for step in range(1, 9)], "", 2, ""),

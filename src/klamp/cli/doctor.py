@@ -38,8 +38,8 @@ def run(argv: Sequence[str]) -> int:
     options: DoctorOptions = read_command("doctor", argv)[0]
     check_names(options.fail_on)
     history = read_record(options.path, read_pairs(options.map))
-    options_of_run = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(RunSettings)}
-    changes = {name: value for name, value in options_of_run.items() if value is not None}
+    names = (field.name for field in dataclasses.fields(RunSettings))
+    changes = {name: value for name in names if (value := getattr(options, name, None)) is not None}
     history.settings = dataclasses.replace(history.settings, **changes)
     diagnosis = examine(history)
     if diagnosis.empty:
@@ -74,7 +74,7 @@ def _show(diagnosis: Diagnosis, path: Path) -> None:
         fix = "Log a KL, say with --map what a column is, or with --beta 0 that there is none."
         show_paragraph(f"NOT looked at: {diagnosis.blind}. {fix}", label="the KL")
     for name, gap in diagnosis.unchecked.items():
-        gap_text = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", gap)
+        gap_text = re.sub(r"(?:\b(\w+) or settings\.(?=\1\b)|settings\.)(\w+)", r"\2 (--\2 says it)", gap)
         show_paragraph(f"not checked, needs {gap_text}", label=name, width=22)
 
 

@@ -61,6 +61,7 @@ GROWING = Limit(
 GROWING_FLOOR = 0.1
 HIGH = Limit(0.2, "nats per token, mean of 5 steps without the largest (the GRPO tutorial, docs/sources.md)")
 LOW = Limit(0.01, "nats per token, mean of 5 steps without the largest, after 20 (the GRPO tutorial, docs/sources.md)")
+LEFT_OUT_STEPS, LEFT_OUT = 20, Limit(0.01, "of beta times the KL is in the loss at most, in each of 20 steps")
 MISSED_WINDOW, MISSED_STEPS, MISSED_MEMORY = 20, 40, 150
 MISSED = Limit(
     0.3,
@@ -78,16 +79,19 @@ RUNAWAY = Limit(
 
 @alarm(
     "negative-k1",
-    needs=("kl/k1|kl/k1_sequence|kl/k3",),
+    needs=("kl/k1|kl/k1_sequence|kl/k3|teacher/k1|teacher/kl",),
     limits=(NEGATIVE_STEPS, NEGATIVE_FEW, NEGATIVE_K1, NEGATIVE_AT_ONCE),
     means="A KL is never negative if the policy sampled the tokens, and a k3 never is. So another policy sampled them "
     "(an old sampler, another temperature, top-p), the mask is wrong, or the signs are swapped.",
     do="Compare the log-probabilities of sampler and trainer on the same tokens; check that the mask covers the "
-    "completion only and that the log-ratio is policy - reference.",
+    "completion only and that the log-ratio is policy - reference, or policy - teacher.",
 )
 def negative_k1(history: History) -> Evidence | None:
     """The KL is negative beyond chance."""
     at_once = {"kl/k1": NEGATIVE_AT_ONCE.value, "kl/k3": NEGATIVE_AT_ONCE.value, "kl/k1_sequence": NEGATIVE_COMPLETION}
+    if not any(history.latest.get(name) for name in ("teacher/teacher_mass", "teacher/log_ratio_clamped")):
+        names = [name for name in history.latest if name.partition(".")[0] in ("teacher/k1", "teacher/kl")]
+        at_once |= dict.fromkeys(names, NEGATIVE_AT_ONCE.value)
     for name, limit in at_once.items():
         unit = "completion" if name.endswith("sequence") else "token"
         value = history.latest.get(name, 0.0)
@@ -267,10 +271,8 @@ def _vanished(history: History) -> Evidence | None:
         return None
     if values[-1] > FELL.value * least or not _stands_out(history.kl(SPIKE_MEMORY)[:-1], values[-1]):
         return None
-    return Evidence(
-        f"{history.kl_name()} fell from {number(values[-2])} to {number(values[-1])} nats per token from one logged "
-        "step to the next: updates hardly take a policy back to its reference"
-    )
+    text = f"{history.kl_name()} fell from {number(values[-2])} to {number(values[-1])} nats per token from one logged"
+    return Evidence(f"{text} step to the next: updates hardly take a policy back to its reference")
 
 
 def is_reset(history: History) -> bool:
@@ -309,8 +311,7 @@ def kl_far(history: History) -> Evidence | None:
         kl = max(kl, min(k1))
     if kl is None or not length or kl <= FAR.value or kl * fmean(length) <= FAR_COMPLETION.value:
         return None
-    per_completion = number(kl * fmean(length))
-    text = f"the KL is {number(kl)} nats per token, {per_completion} per completion, {MIDDLE}"
+    text = f"the KL is {number(kl)} nats per token, {number(kl * fmean(length))} per completion, {MIDDLE}"
     return Evidence(text, blame(history), causes.why_far(history))
 
 
@@ -334,11 +335,11 @@ def kl_growing(history: History) -> Evidence | None:
     early, late = reward[:10], reward[20:]
     if fmean(late) > fmean(early) and is_apart(early, late, errors=1):
         return None
-    return Evidence(
-        f"{name} grew from {number(fmean(parts[0]))} to {number(fmean(parts[2]))} nats per token, and the reward went "
-        f"from {number(fmean(early))} to {number(fmean(late))} (means of 10 values, 20 apart)",
-        causes=causes.why_far(history),
+    text = (
+        f"{name} grew from {number(fmean(parts[0]))} to {number(fmean(parts[2]))} nats per token, and the reward went"
     )
+    rewards = f"from {number(fmean(early))} to {number(fmean(late))} (means of 10 values, 20 apart)"
+    return Evidence(f"{text} {rewards}", causes=causes.why_far(history))
 
 
 @alarm(
@@ -395,6 +396,27 @@ def negative_beta(history: History) -> Evidence | None:
     if beta is None or not beta < 0 or beside_teacher:
         return None
     return Evidence(f"beta is {number(beta)}: a bonus for distance from the reference")
+
+
+@alarm(
+    "kl-not-in-loss",
+    needs=("train/loss", "train/policy_loss", KL, "beta|settings.beta"),
+    steps=LEFT_OUT_STEPS,
+    concerns="a KL in the loss",
+    limits=(LEFT_OUT,),
+    means="The coefficient is set, but the loss is the policy loss alone: the KL is measured and holds nothing.",
+    do="Find where the trainer adds the KL to the loss. With the term in it, total minus policy loss is beta times KL.",
+)
+def kl_not_in_loss(history: History) -> Evidence | None:
+    """The loss leaves the KL out."""
+    beta = history.latest.get("beta", history.settings.beta) or 0.0
+    columns = history.together(LEFT_OUT_STEPS, "train/loss", "train/policy_loss", history.kl_name())
+    rows = [(abs(loss - policy), beta * kl) for loss, policy, kl in zip(*columns, strict=True)]
+    too_small = any(part < SAME_KL or rest > LEFT_OUT.value * part for rest, part in rows)
+    if not history.settings.kl_in_loss or len(rows) < LEFT_OUT_STEPS or too_small:
+        return None
+    text = f"beta times the KL is {number(rows[-1][1])}; loss and policy loss differ by {number(max(rows)[0])} at most"
+    return Evidence(f"{text}, in {LEFT_OUT_STEPS} steps")
 
 
 @alarm(
@@ -459,10 +481,8 @@ def beta_runaway(history: History) -> Evidence | None:
     cost, gain = fmean(costs), fmean(map(abs, rewards))
     if fmean(betas) < RUNAWAY.value * start or cost <= gain:
         return None
-    return Evidence(
-        f"beta went from {number(start)} to {number(fmean(betas))}; the KL of a completion costs {number(cost)} of "
-        f"reward, and its reward is {number(gain)} in size (means of {RUNAWAY_WINDOW} values)"
-    )
+    text = f"beta went from {number(start)} to {number(fmean(betas))}; the KL of a completion costs {number(cost)} of"
+    return Evidence(f"{text} reward, and its reward is {number(gain)} in size (means of {RUNAWAY_WINDOW} values)")
 
 
 def _cost(metrics: Mapping[str, float], kl_name: str) -> float:

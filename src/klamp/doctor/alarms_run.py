@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from klamp.doctor import causes
 from klamp.doctor.alarm import LONG, Evidence, Limit, alarm, is_apart, least_and_most, noise, number
-from klamp.doctor.causes import PAYS
+from klamp.doctor.causes import ENTROPY_FLOOR, PAYS
 from klamp.doctor.history import EARLY, WRITTEN, History
 
 HUGE = Limit(1e3, "in a KL, a gradient norm or a loss (docs/sources.md); or a value that is not finite")
@@ -33,6 +33,12 @@ SHIFT, SAME_POLICY = 10, 1.5
 """Steps before and after a change of the prompts, and times that the KL may grow over it."""
 REPEATED = Limit(0.5, "of the tokens stand in a pair of tokens that was in their completion before, mean of 5 steps")
 MORE_REPEATED = Limit(0.2, "more of them than in the first 5 steps (a task may want repetition)")
+STUCK_STEPS, AT_CEILING = 20, 0.9
+ENTROPY_LEFT = Limit(
+    0.25,
+    f"of the entropy of the first 5 steps, below {ENTROPY_FLOOR} nats per token, mean of {STUCK_STEPS} steps, while "
+    "the reward neither rises nor is at its ceiling, where it scatters less",
+)
 SATURATED_STEPS, SATURATED_GROUPS = 20, 60
 SATURATED = Limit(
     0.99, f"of the groups have equal rewards, in {SATURATED_STEPS} steps, or of {SATURATED_GROUPS} prompts"
@@ -157,10 +163,8 @@ def advantage_scale(history: History) -> Evidence | None:
     size = max(1.0, abs(last.get("reward", 0.0)))
     scaled = history.settings.scale_rewards != "none" and history.settings.loss_type != "dr_grpo"
     if scaled and active > 0 and 0 < spread / active < NOISE.value * size:
-        return Evidence(
-            f"rewards of about {number(last.get('reward', 0.0))} differ by {number(spread / active)} within their "
-            "groups, by which advantages may be divided"
-        )
+        text = f"rewards of about {number(last.get('reward', 0.0))} differ by {number(spread / active)} within their"
+        return Evidence(f"{text} groups, by which advantages may be divided")
     return None
 
 
@@ -235,12 +239,8 @@ def _fallen(history: History, window: int) -> Evidence | None:
     by_chance = COLLAPSE_ERRORS * noise(before, now) * math.sqrt(2 / window)
     if best - fmean(now) <= max(COLLAPSE.value * abs(best), spread / 2, by_chance) or _harder_prompts(history):
         return None
-    return Evidence(
-        f"the reward fell from {number(best)} to {number(fmean(now))}, means of {window} steps",
-        causes=causes.likely_causes(
-            history, causes.learning_rate, causes.wrong_sign, causes.entropy_rose, causes.no_kl
-        ),
-    )
+    why = causes.likely_causes(history, causes.learning_rate, causes.wrong_sign, causes.entropy_rose, causes.no_kl)
+    return Evidence(f"the reward fell from {number(best)} to {number(fmean(now))}, means of {window} steps", causes=why)
 
 
 def _harder_prompts(history: History) -> bool:
@@ -252,7 +252,9 @@ def _harder_prompts(history: History) -> bool:
     before, after = slice(at - SHIFT, at), slice(at, at + SHIFT)
     level = fmean(rewards[after])
     fell = fmean(rewards[before]) - level
-    at_once = rewards[at - 1] - rewards[at] > fell / 2 and fell > COLLAPSE_ERRORS * noise(rewards[before])
+    at_once = rewards[at - 1] - rewards[at] > fell / 2 and fell > COLLAPSE_ERRORS * noise(rewards[before]) * math.sqrt(
+        2 / SHIFT
+    )
     stays = fmean(rewards[-5:]) > level - COLLAPSE.value * abs(level) and min(rewards[after]) > 0
     moved = fmean(kl[after]) > SAME_POLICY * max(fmean(kl[before]), MOVED)
     has_signal = max(history.last("groups/saturated", SHIFT), default=0.0) < 1
@@ -278,11 +280,32 @@ def repetition(history: History) -> Evidence | None:
     rose = is_apart(start, now, errors=errors, curve=history.last("length/repeated", EARLY))
     if fmean(now) - fmean(start) < MORE_REPEATED.value or not rose:
         return None
-    return Evidence(
-        f"{100 * fmean(now):.0f} % of the tokens stand in a pair that was in their completion before, "
-        f"{100 * fmean(start):.0f} % in the first steps",
-        causes=causes.likely_causes(history, causes.pays_for_length, causes.no_kl, causes.learning_rate),
-    )
+    why = causes.likely_causes(history, causes.pays_for_length, causes.no_kl, causes.learning_rate)
+    share = f"{100 * fmean(now):.0f} % of the tokens stand in a pair that was in their completion before"
+    return Evidence(f"{share}, {100 * fmean(start):.0f} % in the first steps", causes=why)
+
+
+@alarm(
+    "entropy-collapse",
+    needs=("policy/entropy", "reward"),
+    steps=3 * STUCK_STEPS,
+    limits=(ENTROPY_LEFT,),
+    means="The policy writes nearly the same answer each time. It explores no other one, so the reward stops rising.",
+    do="Go back to a checkpoint from before the fall. Raise the upper clip bound, add an entropy bonus, or hold a KL.",
+)
+def entropy_collapse(history: History) -> Evidence | None:
+    """The entropy is gone, and the reward does not rise any more."""
+    start, now = history.first("policy/entropy", 5), history.last("policy/entropy", STUCK_STEPS)
+    before, rewards = (history.last("reward", STUCK_STEPS, before=steps) for steps in (2 * STUCK_STEPS, 0))
+    if len(start) < 5 or min(map(len, (now, before))) < STUCK_STEPS or not is_apart(start, now, errors=6):
+        return None
+    rises = fmean(rewards) > fmean(before) and is_apart(before, rewards, errors=2)
+    scatters_less = noise(rewards) <= noise(history.first("reward", STUCK_STEPS)) / 2
+    is_left = fmean(now) > min(ENTROPY_LEFT.value * fmean(start), ENTROPY_FLOOR)
+    if is_left or rises or scatters_less or AT_CEILING <= fmean(rewards) <= 1:
+        return None
+    entropy = f"the entropy went from {number(fmean(start))} to {number(fmean(now))} nats per token"
+    return Evidence(f"{entropy}; the reward was {number(fmean(before))} and is {number(fmean(rewards))}")
 
 
 @alarm(
@@ -301,10 +324,8 @@ def saturated(history: History) -> Evidence | None:
         return None
     rewards = history.last("reward", SATURATED_STEPS)
     at = f" at {number(fmean(rewards))}" if rewards else ""
-    return Evidence(
-        f"{100 * fmean(values):.3g} % of the groups of {steps} steps have equal rewards{at}",
-        causes=[*_why_saturated(history, rewards), *causes.likely_causes(history, causes.pays_for_length)],
-    )
+    why = [*_why_saturated(history, rewards), *causes.likely_causes(history, causes.pays_for_length)]
+    return Evidence(f"{100 * fmean(values):.3g} % of the groups of {steps} steps have equal rewards{at}", causes=why)
 
 
 def _why_saturated(history: History, rewards: list[float]) -> list[str]:
@@ -342,7 +363,5 @@ def truncated(history: History) -> Evidence | None:
         return None
     few = f", as from the start, where {100 * fmean(equal):.0f} % of the groups had equal rewards" if useless else ""
     earlier = few or f", {100 * fmean(start):.0f} % in the first"
-    return Evidence(
-        f"{100 * fmean(now):.0f} % of the completions were cut at the length limit, mean of 5{earlier}",
-        causes=causes.likely_causes(history, causes.pays_for_length),
-    )
+    text = f"{100 * fmean(now):.0f} % of the completions were cut at the length limit, mean of 5{earlier}"
+    return Evidence(text, causes=causes.likely_causes(history, causes.pays_for_length))

@@ -45,10 +45,8 @@ def mask_on_prompt(history: History) -> Evidence | None:
         return None
     positions, index, completion = offenders[0]
     prompt_tokens = " ".join(repr(str(completion.tokens[i])) for i in positions[:MANY])
-    return Evidence(
-        f"in {len(offenders)} of {len(history.written)} sequences; {len(positions)} in sequence {index} alone, from "
-        f"position {positions[0]}: {prompt_tokens}"
-    )
+    text = f"in {len(offenders)} of {len(history.written)} sequences; {len(positions)} in sequence {index} alone"
+    return Evidence(f"{text}, from position {positions[0]}: {prompt_tokens}")
 
 
 @alarm(
@@ -232,7 +230,7 @@ NO_PART = 10
 
 @alarm(
     "teacher-silent",
-    needs=("teacher/unscored|teacher/repeated",),
+    needs=("teacher/unscored|teacher/repeated|teacher/logp_mean",),
     concerns="a teacher",
     limits=(UNSCORED, NUMBERLESS, REPEATED),
     means="The teacher's server fails or truncates, its numbers are lost on the way, or they are placeholders.",
@@ -249,7 +247,11 @@ def silent(history: History) -> Evidence | None:
         share, kl = history.latest[name], history.latest.get(name.replace("repeated", "kl"), math.inf)
         if share > REPEATED.value and kl > REPEATED_KL:
             return Evidence(f"{share:.0%} of the teacher's numbers are the one of the token before ({name})")
-    return None
+    count = 4 * SETTLED if history.latest.get("teacher/logp_mean") else SETTLED
+    values = history.last("teacher/logp_mean", count)
+    if len(values) < count or len({*values}) > 1:
+        return None
+    return Evidence(f"teacher/logp_mean is {number(values[0])} in each of {count} steps, whatever was written")
 
 
 @alarm(
@@ -270,7 +272,9 @@ def not_reached(history: History) -> Evidence | None:
         first, last = history.first(name, 10), history.last(name, 10)
         high = len(first) >= SETTLED and fmean(last) > max(REACH_FLOOR, REACHED.value * fmean(first))
         if high and is_apart([x / 2 for x in first], last, errors=3):
-            return Evidence(f"{name} was {number(fmean(first))} nats per token at first and is {number(fmean(last))}")
+            away = fmean(last) > fmean(first) and is_apart(first, last, errors=3)
+            text = f"{name} was {number(fmean(first))} nats per token at first and is {number(fmean(last))}"
+            return Evidence(text, causes=["the sign of the KL is wrong: the policy moves away from its teacher"] * away)
     return None
 
 

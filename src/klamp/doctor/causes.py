@@ -89,10 +89,8 @@ def entropy_rose(history: History) -> str:
     start, now = history.first("policy/entropy", 5), history.last("policy/entropy", 5)
     if min(len(start), len(now)) < 5 or fmean(now) < ENTROPY * max(fmean(start), ENTROPY_FLOOR):
         return ""
-    return (
-        f"the entropy rose from {number(fmean(start))} to {number(fmean(now))} nats per token: the policy turns into "
-        "noise. Lower the learning rate, the entropy bonus or the upper clip bound, or hold a KL"
-    )
+    text = f"the entropy rose from {number(fmean(start))} to {number(fmean(now))} nats per token: the policy turns into"
+    return f"{text} noise. Lower the learning rate, the entropy bonus or the upper clip bound, or hold a KL"
 
 
 def no_kl(history: History) -> str:
@@ -107,10 +105,8 @@ def pays_for_length(history: History) -> str:
     values = history.last("length/reward_correlation", WINDOW)
     if not values or fmean(values) < PAYS.value:
         return ""
-    return (
-        f"the reward pays for length: within groups the two correlate by {fmean(values):.2f}. Score the answer alone, "
-        "or let length cost something"
-    )
+    text = f"the reward pays for length: within groups the two correlate by {fmean(values):.2f}. Score the answer alone"
+    return f"{text}, or let length cost something"
 
 
 def blame(history: History, *, against: Side = "ref") -> list[Blamed]:

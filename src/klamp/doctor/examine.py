@@ -144,6 +144,7 @@ CONTENTS: Mapping[str, Callable[[History], bool]] = {
     "a teacher": lambda run: run.settings.teacher_coef is not None or any(x.startswith("teacher/") for x in run.names),
     "a teacher alone": teacher_alone,
     "a target": lambda run: "kl/target" in run.names,
+    "a KL in the loss": lambda run: run.settings.kl_in_loss,
     "a chosen reference": lambda run: run.settings.other_reference,
     "the start as reference": lambda run: not run.settings.other_reference,
 }

@@ -35,6 +35,8 @@ class RunSettings:
     other_reference: bool = False
     """Whether the reference is another model than the one that training starts from."""
     moving_reference: bool = False
+    kl_in_loss: bool = False
+    """Whether the names in the record say that the KL is a part of the loss."""
     k3_over_updates: bool = False
     """Whether a step's kl/k3 is a mean over all of its updates, so that the first one's is not 0."""
     other_kernels: bool = False

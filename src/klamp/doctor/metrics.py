@@ -115,10 +115,19 @@ def names_in(logged: Collection[str]) -> Mapping[str, str]:
     return names
 
 
+KL_FLAGS = ("use_kl_loss", "use_kl_in_reward", "add_token_level_kl")
+SWITCHES = (KL_FLAGS, ("kl_loss_coef", "init_kl_coef", "kl_coef", "kl_coeff", "beta"))
+"""The settings that turn a KL on or off; where a flag is there, the coefficients do not count."""
+
+
 def declare_no_reference(history: History, logged: Collection[str] = ()) -> None:
-    """Set beta to 0 for a trainer that has no reference by design, by the names it logs or its source, and say why."""
+    """Set beta to 0 for a run that has no reference, by its trainer or its configuration, and say why."""
     wrote = (logs for name, logs in LOGS.items() if history.source.startswith(name) or {*logs.marks} & {*logged})
     reason = next((logs.no_reference for logs in wrote if logs.no_reference), "")
+    config = {name.rpartition("/")[2]: value for name, value in flat(history.config).items()}
+    values = next(filter(None, ([config[name] for name in names if name in config] for names in SWITCHES)), [1])
+    if history.settings.beta is None and all(str(x).lower() == "false" or as_number(x) == 0 for x in values):
+        reason = reason or "the configuration turns the KL off, so there is no KL to a reference"
     if reason and not any(name.startswith("kl/") for name in history.names):
         history.settings = replace(history.settings, beta=0.0)
         history.cautions.append(reason)
@@ -278,6 +287,7 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
         scale_rewards=None if scale in (None, "None") else "none" if unscaled else "std",
         k3_over_updates=OVER_UPDATES in logged and "kl/k3" not in logged and k3 == OVER_UPDATES,
         other_kernels=OURS not in logged,
+        kl_in_loss=any("kl_loss" in name for name in logged),
     )
 
 

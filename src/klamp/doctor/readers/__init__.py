@@ -45,7 +45,7 @@ def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
         return with_report(logs.read_trl_state(path, names), path)
     first = "".join(start[:1])
     may_be_printed = path.suffix != ".jsonl" or logs.PRINTED.search(first) or logs.CONSOLE.search(first)
-    if logs.PRINTED.match(first) or (first[:1] not in "{[" and may_be_printed):
+    if logs.PRINTED.match(first) or (may_be_printed and not (start and all(map(logs.JSON.match, start)))):
         return logs.read_text(path, names)
     row = next(json_lines(path), None)
     if row is None or not rollouts.is_rollout(row):
@@ -67,12 +67,9 @@ def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
     if runs:
         return logs.read_wandb(runs[0], names)
     if (path / CONFIG).is_file() and (path / VERSIONS).is_file() and next(path.rglob("*.jsonl"), None) is None:
-        what, why = (
-            "a klamp run that has not finished a step",
-            f"it has no {METRICS_FILE}: it was started a moment ago, ",
-        )
+        why = f"it has no {METRICS_FILE}: it was started a moment ago, or its process ended"
         fix = "look again in a moment; if its process is gone, read what it printed last (a reward may have ended it)"
-        raise unreadable(what, path, why=why + "or its process ended", fix=fix)
+        raise unreadable("a klamp run that has not finished a step", path, why=why, fix=fix)
     return _read_lines(path, names) if not logs.event_folders(path) else logs.read_tensorboard(path, names)
 
 

@@ -17,7 +17,7 @@ Read = TypeVar("Read")
 FORMATS = (
     "a klamp run folder, TRL's trainer_state.json (in each checkpoint-N), a "
     "TensorBoard folder, a W&B offline run (of another: the chart's CSV, or its history as JSONL), verl's file log "
-    "(trainer.logger=[console,file]), lines that transformers or verl printed, a notebook's table as text, JSONL of "
+    "(trainer.logger=[console,file]), lines that a trainer printed (values after each step), a table as text, JSONL of "
     "metrics or of completions with token log-probabilities"
 )
 

@@ -10,7 +10,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from klamp.doctor.history import History, Row
 from klamp.doctor.metrics import (
     OURS,
     STEP_NAMES,
+    SWITCHES,
     as_number,
     declare_no_reference,
     evaluations,
@@ -138,8 +139,8 @@ def read_metrics(path: Path, names: Names | None = None) -> History:
     return _with_metrics(source, [row for row in map(flat, lines) if row], names, path)
 
 
-def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
-    history = _of_rows(source, rows, names, path)
+def _with_metrics(source: str, rows: Sequence[Config], names: Names | None, path: Path, **more: Any) -> History:
+    history = _of_rows(source, rows, names, path, **more)
     if not (history.rows or history.evaluations):
         why = f"the first row has {', '.join(list(rows[0])[:12])}" if rows else "it holds no whole line"
         names_of_metrics = "names as TRL, verl or klamp write them (kl, reward, ...), or --map with your own"
@@ -150,6 +151,14 @@ def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names |
 
 # --- texts: what a trainer prints, a table of a notebook, a chart's export -------------------------------------
 
+JSON = re.compile(r"[{\[]\s*(?:[\[{\"}]|$)")
+"""How a line of JSON begins; `[2026-...` and `{'use_kl_loss': ...` do not."""
+SWITCH = re.compile(rf"\b({'|'.join(chain(*SWITCHES))})['\"]?\s*[:=]\s*(\w[\w.]*)")
+COLOR = re.compile(r"\x1b\[[\d;]*m")
+FLAGS = {"True", "False", "true", "false"}  # in a printed row without a step: it is a configuration
+MARK = re.compile(r"\b(?:step|iter(?:ation)?)[ :=#]*(\d+)\b(?:/\d+)?(.*)", re.IGNORECASE)
+"""A step in a line, after which its values stand, there or in the lines below."""
+PAIR = re.compile(r"([a-z][\w./@ -]*?)\s*[:=]\s*(-?(?:\d+(?:\.\d*)?(?:e[+-]?\d+)?|nan|inf))(%?)", re.IGNORECASE)
 CONSOLE = re.compile(r"\bstep:\s*(\d+) - (\S.*)")
 """A line that verl prints: its step, then NAME:VALUE with ` - ` between."""
 PRINTED = re.compile(r"\{'[^{}]*\}")
@@ -167,20 +176,13 @@ OF_CHARTS = ("__MIN", "__MAX")
 
 def read_text(path: Path, names: Names | None = None) -> History:
     """Read the history in what a trainer printed, or in a table of a notebook or of a chart."""
-    return _with_metrics("text of a log", _rows_in(path), names, path)
-
-
-def _rows_in(path: Path) -> list[dict[str, Any]]:
-    lines = [line.strip("\r\n") for line in text_lines(path)]
-    lines = [line for line in lines if line.strip()]
-    for parse in (_console, _printed):
-        if rows := list(parse(lines)):
-            return rows
-    table = list(_table(lines, path)) if lines else []
-    if not table:
-        why = "it holds neither a table with a column of steps, nor rows as transformers or verl print them"
-        raise unreadable("a text has no rows of metrics", path, why=why)
-    return table
+    lines = [COLOR.sub("", line).strip("\r\n") for line in text_lines(path) if line.strip()]
+    rows = next(filter(None, (list(parse(lines)) for parse in (_console, _printed, _marked))), [])
+    rows = rows or list(_table(lines, path) if lines else ())
+    if not rows:
+        raise unreadable("a text has no rows of metrics", path, why="it has neither a table nor values after a step")
+    switches = dict(SWITCH.findall("\n".join(lines)))
+    return _with_metrics("text of a log", rows, names, path, config=switches)
 
 
 def _console(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -195,8 +197,20 @@ def _printed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
             row = ast.literal_eval(BARE.sub(r"'\g<0>'", NUMPY.sub(r"\1", text)))
         except (ValueError, SyntaxError, RecursionError):
             continue
-        if isinstance(row, dict):
+        if isinstance(row, dict) and (FLAGS.isdisjoint(map(str, row.values())) or step_of(row) is not None):
             yield {str(name): value for name, value in row.items()}
+
+
+def _marked(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of `name: value` pairs after a step, as NeMo-RL, prime-rl and torchtune print them."""
+    rows: dict[str, dict[str, Any]] = {}
+    row: dict[str, Any] = {}
+    for line in lines:
+        if mark := MARK.search(line):
+            row = rows.setdefault(mark[1], {"step": mark[1]})
+        for name, value, percent in PAIR.findall(mark[2] if mark else line):
+            row[re.sub(r"[ .]+", "_", name.lower())] = float(value) / (100 if percent else 1)
+    yield from (row for row in rows.values() if len(row) > 1)
 
 
 def _table(lines: Sequence[str], path: Path) -> Iterator[dict[str, Any]]:
@@ -210,7 +224,7 @@ def _table(lines: Sequence[str], path: Path) -> Iterator[dict[str, Any]]:
     if not any("step" in name.lower() for name in names):
         return
     for row in rows:
-        cells = {name: value.strip() for name, value in zip(names, row, strict=False) if name}
+        cells = {name: text for name, value in zip(names, row, strict=False) if name and (text := value.strip())}
         if any(part.isdigit() for part in cells.get(next(n for n in names if "step" in n.lower()), "")):
             yield cells
 

@@ -18,7 +18,7 @@ from statistics import StatisticsError, correlation, fmean, stdev
 from typing import Any, TypeAlias
 
 from klamp.doctor.history import Completion, History, Row, RunSettings, Side, bounded, check_lengths, every, k3
-from klamp.doctor.metrics import declare_no_reference
+from klamp.doctor.metrics import STEP_NAMES, declare_no_reference, step_of
 from klamp.doctor.readers.files import TOKEN_LISTS, each_row, json_lines, unreadable
 
 Numbers: TypeAlias = Sequence[float]
@@ -26,16 +26,18 @@ UNKNOWN = "?"
 """What stands for a token in records that name none."""
 LARGEST = 0.01
 """The largest value that a log-probability may have by rounding."""
-LOGPROBS: Mapping[str, Sequence[str]] = {
-    "policy": ("policy_logprobs", "trainer_logprobs", "old_log_probs", "log_probs", "logprobs"),
-    "ref": ("ref_logprobs", "ref_log_prob", "ref_log_probs", "reference_logprobs"),
-    "teacher": ("teacher_logprobs", "teacher_log_probs"),
-    "sampler": ("sampler_logprobs", "inference_logprobs", "rollout_log_probs", "sampling_logprobs"),
+LOGPROBS = re.compile(r"_?(?:per_token_|action_)?log_?p(rob)?s?$")
+"""How the name of log-probabilities of a completion's tokens ends: policy_logprobs, old_per_token_logps."""
+MODELS: Mapping[str, Sequence[str]] = {
+    "policy": ("policy", "trainer", "train", "training", "actor", "learner", "old", "prev", ""),
+    "ref": ("ref", "reference", "reference_policy", "base"),
+    "teacher": ("teacher",),
+    "sampler": ("sampler", "inference", "rollout", "sampling", "generation", "vllm", "behavior"),
 }
-"""Model -> the names under which programs write its log-probabilities of a completion's tokens."""
+"""Model -> how that name begins, the best first."""
 TRAINED = ("trained", "loss_mask", "response_mask", "completion_mask")
 TOKENS = ("tokens", "token_ids", "responses", "response_ids", "completion_ids")
-GROUP = ("uid", "group", "prompt", "input")
+GROUP = ("uid", "group", "group_id", "prompt_id", "prompt", "input")
 PROMPT = ("prompt", "input", "question")
 UNWRITTEN = (0.0, -1.0)
 """What verl pads the log-probabilities of the policy and of the sampler with; others pad the sampler with either."""
@@ -45,8 +47,15 @@ CERTAIN = -1.0
 
 def is_rollout(row: Mapping[str, Any]) -> bool:
     """Whether a line holds log-probabilities of tokens, or one of a completion and its reference, which is refused."""
-    policy, ref = (_first(row, LOGPROBS[model]) for model in ("policy", "ref"))
+    policy, ref = (_logprobs(row)[model] for model in ("policy", "ref"))
     return isinstance(policy, list) or None not in (policy, ref)
+
+
+def _logprobs(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Model -> its log-probabilities in a line; a single number counts only under a name with `prob`."""
+    ends = {name: end for name in row if (end := LOGPROBS.search(name)) and (end[1] or isinstance(row[name], list))}
+    owners = {name[: end.start()]: row[name] for name, end in ends.items()}
+    return {model: _first(owners, names) for model, names in MODELS.items()}
 
 
 def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> History:
@@ -62,16 +71,20 @@ def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> H
 
 
 def _completions_in(file: Path) -> Iterator[Completion]:
-    step = step_in(file)
+    default, names = {"_step": step_in(file)}, {*STEP_NAMES} - {"steps", "iterations"}  # an agent may log its own
+
+    def read(row: Mapping[str, Any]) -> Completion:
+        return completion_of(row, step=row.get("step", step_of(default | {n: row[n] for n in names & row.keys()})))
+
     parts = {"what": "line {} is no completion with log-probabilities", "fix": TOKEN_LISTS}
-    return each_row(json_lines(file), file, lambda row: completion_of(row, step=row.get("step", step)), **parts)
+    return each_row(json_lines(file), file, read, **parts)
 
 
 def completion_of(row: Mapping[str, Any], *, step: Any = 1, written: bool = False) -> Completion:
     """Turn a line into a completion, or raise ValueError or TypeError; `written`: the model wrote all of its tokens."""
-    scores = {model: _first(row, names) for model, names in LOGPROBS.items()}
+    scores = _logprobs(row)
     if scores["policy"] is None:
-        raise ValueError(f"none of {', '.join(LOGPROBS['policy'])}")
+        raise ValueError("no policy_logprobs, trainer_logprobs, old_log_probs or logprobs")
     if not isinstance(scores["policy"], list):
         raise TypeError(f"{reprlib.repr(scores['policy'])} where a list belongs, with one entry per token")
     lists: dict[str, Any] = {model: numbers_of(x) if isinstance(x, list) else None for model, x in scores.items()}
@@ -134,7 +147,7 @@ def _ended(row: Mapping[str, Any]) -> bool | None:
     cut = row.get("is_truncated", row.get("truncated"))
     if isinstance(cut, bool):
         return not cut
-    reason = row.get("finish_reason")
+    reason = row.get("finish_reason", row.get("stop_reason"))
     return reason != "length" if isinstance(reason, str) else None
 
 
