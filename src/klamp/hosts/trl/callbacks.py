@@ -126,8 +126,6 @@ def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSet
 
 
 def _append(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    if not rows:
-        return
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
@@ -185,6 +183,8 @@ class ReportCallback(TrainerCallback):
         due = (step == 1 or step % self.every == 0) and trainer.model.training and bool(self.about)
         rows = range(min(self.completions - self.written, len(logprobs)) if due else 0)
         self.written += len(rows)
+        if not rows:
+            return
         try:
             _append(self.folder / COMPLETIONS, [self._row(inputs, logprobs, i) for i in rows])
         except Exception as error:  # of a processor or a disk; it ends no run
@@ -209,7 +209,7 @@ class ReportCallback(TrainerCallback):
     def _answer(self, step: int) -> None:
         held_out, train = self.trainer.eval_dataset, self.trainer.train_dataset
         rows, skill = (held_out, "held out") if hasattr(held_out, "select") else (train, "training prompts")
-        if weights_are_split(self.trainer) or not hasattr(rows, "select"):
+        if not self.answers or weights_are_split(self.trainer) or not hasattr(rows, "select"):
             return
         try:
             answers = [answer(self.trainer, rows[i]) for i in range(min(self.answers, len(rows)))]
