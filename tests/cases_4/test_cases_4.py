@@ -50,7 +50,7 @@ CASES: dict[str, Right] = {
         {MISMATCH: 3}, 1, "sampler/k3 kl/k3", ("(step 3, and 3 more)", "this step alone, so far", "(MoE)")
     ),
     "one-word-from-step-5.jsonl": Right(
-        {"kl-far": 9, "repetition": 10}, 1, "length/repeated kl/k1", ("93 % of the tokens stand in a pair", ", 0 % in")
+        {"kl-far": 9, "repetition": 10}, 1, "length/repeated kl/k1", ("93 % of the tokens repeat a pair", ", 0 % in")
     ),
     "openinstruct-lr0-drift.jsonl": Right(
         {"not-trained": 20, MISMATCH: 43}, 1, "sampler/abs kl/k1 kl/k3", ("train/learning_rate is 0 in its last 20",)

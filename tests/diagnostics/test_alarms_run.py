@@ -172,7 +172,7 @@ def test_repetition_is_half_of_the_tokens_and_more_than_before() -> None:
     ("reward", "cause"),
     [
         ([0.0] * 20, "no completion earns anything"),
-        ([0.8, *[1.0] * 20], "completions of a prompt earn the same"),
+        ([0.8, *[1.0] * 20], "equal rewards within each prompt"),
         ([0.6] * 30 + [0.0] * 20, "the reward was 0.6 once"),
     ],
 )

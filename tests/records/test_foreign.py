@@ -76,7 +76,7 @@ SHORT = {"step": 57, "kl": 0.01}
 PRIME = {"mismatch_kl/mean": 0.001, "reward/mean": 0.5, "entropy/mean": 0.4, "optim/grad_norm": 0.1}
 ENDS = [
     ([{**PRIME, "step": step} for step in range(1, 9)], "", 0, "prime-rl trains without a reference model by design"),
-    ([SHORT], "", 3, "NOT looked at: the record has too little of it"),
+    ([SHORT], "", 3, "NOT looked at: the record has too little KL data"),
     ([{"step": 1, "kl": 0.0}], "", 0, "no alarm; 3 of 24 alarms were checked, 21 could not be"),
     ([{"step": step, "objective/kl": 2.0} for step in range(1, 9)], "", 3, "1 of 24 alarms were checked"),
     ([{"step": step, "objective/kl": 2.0} for step in range(1, 9)], "--beta 0", 0, "2 of 24 alarms were checked"),

@@ -76,7 +76,7 @@ def test_a_chart_with_several_runs_and_a_text_without_rows_are_refused(tmp_path:
     with pytest.raises(DataError, match="no rows of metrics") as caught:
         read_record(text(tmp_path / "notes.txt", "note {0}, and more"))
     assert "trainer_state.json" in caught.value.fix and "CSV" in caught.value.fix
-    with pytest.raises(DataError, match="no metric that klamp knows"):
+    with pytest.raises(DataError, match="no metric that klamp reads"):
         read_record(text(tmp_path / "other.csv", "{0},1", before="step,apples\n"))
 
 
@@ -117,7 +117,7 @@ def test_a_json_file_may_hold_lines(tmp_path: Path) -> None:
 
 def test_a_curve_that_tensorboard_exported_is_read_where_one_says_what_it_is(tmp_path: Path) -> None:
     file = text(tmp_path / "curve.csv", "160{0}00,{0},0.00{0}", before="Wall time,Step,Value\n")
-    with pytest.raises(DataError, match="no metric that klamp knows") as caught:
+    with pytest.raises(DataError, match="no metric that klamp reads") as caught:
         read_record(file)
     assert "--map" in caught.value.fix
     rows = read_record(file, {"kl/k3": "Value"}).rows

@@ -1,4 +1,4 @@
-"""The entry point: finds the command, and turns whatever it raises into a readable message and an exit code."""
+"""The entry point: finds the command, and turns its errors into a readable message and an exit code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (None: that of this process); returns 0 done, 1 failed, 2 refused, 130 stopped."""
+    """Run a command line (None: this process's); returns 0 done, 1 failed, 2 refused, 130 stopped."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # trackers keep what they find there
         sys.argv[1:] = map(without_credentials, words)

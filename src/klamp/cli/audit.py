@@ -16,7 +16,7 @@ means      the divergence that its name or its options promise
 KL         whose gradient descent on the loss follows: reverse = KL(policy||ref), forward = KL(ref||policy), js, zero,
            away, sign, ...: the classes of klamp.check
 mean over  what a batch is the mean of: tokens, or the means of sequences
-verdict    that of klamp.check, on a drawn batch with padding and a policy that has moved since the rollout"""
+verdict    klamp.check's, on a drawn batch with padding and a policy that has moved since the rollout"""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """The commands: what each is called, does and takes; the fields of a class of options become flags and their help.
 
-The text of a class is the command's help, its first line stands in `klamp --help`. Nothing but the standard library is
+The text of a class is the command's help, its first line is in `klamp --help`. Nothing but the standard library is
 loaded for them. Metadata of a field: `word`, its name in the help if it is a word after the command and no flag;
 `least`, the smallest number that it takes.
 """
@@ -225,7 +225,7 @@ class ReportOptions:
     """
 
     runs: tuple[Path, ...] = field(metadata={"word": "RUN"})
-    """What `klamp doctor` reads, or the folder of an ablation, all of whose runs are compared."""
+    """Anything that `klamp doctor` reads, or the folder of an ablation, whose runs are compared."""
     output: Path | None = None
     """File to write; None: report.html in the folder of the one run (or sweep) that is named, else in this folder."""
 
@@ -236,8 +236,8 @@ class Command(NamedTuple):
     function: str  # where it is in klamp.cli, `module:function`
     options: type[Any]
     alone: bool = False  # whether it works without arguments; if not, its help is shown then
-    refusal: int | None = None  # the exit code of any error; None: that of the error's kind
-    lists: tuple[str, ...] = ()  # where the names are that it knows, for its help: `module:attribute`
+    refusal: int | None = None  # the exit code of any error; None: by the error's kind
+    lists: tuple[str, ...] = ()  # where the names for its help are: `module:attribute`
 
 
 RECIPES = ("klamp.config:PRESETS", "klamp.verify.judge:FORMS")
@@ -262,7 +262,7 @@ EVALUATED = (
 
 
 def fields_after(name: str) -> dict[str, Field]:
-    """Every field that a command takes, by its name: its own, then those of the configuration."""
+    """Every field that a command takes, by its name: its own, then the configuration's."""
     own = fields_of(COMMANDS[name].options)
     if name not in ("train", "ablate", "explain", "evaluate"):
         return own

@@ -134,8 +134,8 @@ def legend(titles: Collection[str]) -> str:
     return "; ".join(part for part in LEGEND.split("; ") if re.split("[ :]", part)[0] in first)
 
 
-MONITOR = "; --kl_monitor loads one, and measures the KL all the same"
-"""Follows the words that there is no reference."""
+MONITOR = "; --kl_monitor loads one, and measures the KL"
+"""Follows the words about a missing reference."""
 
 
 def settings(config: TrainConfig) -> dict[str, str]:

@@ -71,7 +71,7 @@ def _show(diagnosis: Diagnosis, path: Path) -> None:
         _show_finding(finding)
     say(f"\n{judged([diagnosis])}; {coverage(diagnosis)}")
     if diagnosis.blind:
-        fix = "Log a KL, say with --map what a column is, or with --beta 0 that there is none."
+        fix = "Log a KL, name its column with --map, or say with --beta 0 that the run has no KL."
         show_paragraph(f"NOT looked at: {diagnosis.blind}. {fix}", label="the KL")
     for name, gap in diagnosis.unchecked.items():
         gap_text = re.sub(r"(?:\b(\w+) or settings\.(?=\1\b)|settings\.)(\w+)", r"\2 (--\2 says it)", gap)

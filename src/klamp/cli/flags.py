@@ -57,7 +57,7 @@ class Field:
         return "NAME" if self.choices else "|".join(kinds)
 
     def read(self, text: str) -> Any:
-        """One value from its text; an ArgumentTypeError if it is none."""
+        """One value from its text; an ArgumentTypeError if the text is not such a value."""
         word = text.strip().lower()
         if text in self.choices:
             return text
@@ -69,7 +69,7 @@ class Field:
             with suppress(ValueError):
                 value: Any = at_home(text) if kind is Path else kind(text)
                 if self.least is not None and not self.least <= value < math.inf:
-                    raise argparse.ArgumentTypeError(f"{text} is no number of {self.least} or more")
+                    raise argparse.ArgumentTypeError(f"{text} is not a number of {self.least} or more")
                 return value
         if self.choices:
             raise argparse.ArgumentTypeError(f"unknown name {text!r}, {unknown_name('', text, self.choices).fix}")

@@ -87,9 +87,9 @@ def of_the_system(error: OSError | SystemExit) -> DataError:
     """The error for a file or connection that the system did not let klamp use, or for code that ended the program."""
     if isinstance(error, SystemExit):
         what, got = "the code that klamp called ended the program", f"sys.exit({error.code!r})"
-        return DataError(what, got=got, why="a run ends by itself", fix="--debug shows where")
+        return DataError(what, got=got, why="only klamp ends a run", fix="--debug shows where")
     why, fix = error.strerror or f"{type(error).__name__}: {error}", "check that path; --debug shows where it was used"
-    return DataError("the system refused what klamp asked of it", got=error.filename, why=why, fix=fix)
+    return DataError("the operating system refused a request of klamp", got=error.filename, why=why, fix=fix)
 
 
 def show_error(error: KlampError) -> None:
@@ -106,7 +106,7 @@ def show_caution(text: str) -> None:
 
 @contextmanager
 def cautions_shown() -> Iterator[None]:
-    """Within this context, KLWarnings are printed as cautions, each text once; other warnings stay as they are."""
+    """Within this context, KLWarnings are printed as cautions, each text once; other warnings are unchanged."""
     usual, once = warnings.showwarning, functools.cache(show_caution)
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **named: Any) -> None:

@@ -143,7 +143,7 @@ def k3_far_above_k1(history: History) -> Evidence | None:
     steps=2,
     limits=(SPIKE, SPIKE_FLOOR),
     means="If the KL stays high, an update moved the policy far: learning rate, extreme rewards or advantages, or no "
-    "gradient clipping. If it is back in the next step, a few tokens caused most of it.",
+    "gradient clipping. If it falls in the next step, a few tokens caused most of the jump.",
     do="Look at the tokens to blame and at the step's rewards; if these fell, go back to an earlier checkpoint. If "
     "the KL stays high, lower the learning rate or max_grad_norm, or raise beta.",
 )
@@ -457,7 +457,7 @@ def means_in_targets(history: History, steps: int) -> list[float]:
 
 
 def share_in_band(history: History) -> float | None:
-    """The share of these means that are within 30 % of the target; None: there are none."""
+    """The share of these means within 30 % of the target; None: no means yet."""
     means = means_in_targets(history, len(history.rows))
     return fmean(abs(mean - 1) <= MISSED.value for mean in means) if means else None
 

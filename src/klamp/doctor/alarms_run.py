@@ -31,13 +31,13 @@ COLLAPSE = Limit(
 )
 SHIFT, SAME_POLICY = 10, 1.5
 """Steps before and after a change of the prompts, and times that the KL may grow over it."""
-REPEATED = Limit(0.5, "of the tokens stand in a pair of tokens that was in their completion before, mean of 5 steps")
-MORE_REPEATED = Limit(0.2, "more of them than in the first 5 steps (a task may want repetition)")
+REPEATED = Limit(0.5, "of the tokens repeat a pair of tokens of their completion, mean of 5 steps")
+MORE_REPEATED = Limit(0.2, "more than in the first 5 steps (a task may want repetition)")
 STUCK_STEPS, AT_CEILING = 20, 0.9
 ENTROPY_LEFT = Limit(
     0.25,
     f"of the entropy of the first 5 steps, below {ENTROPY_FLOOR} nats per token, mean of {STUCK_STEPS} steps, while "
-    "the reward neither rises nor is at its ceiling, where it scatters less",
+    "the reward does not rise and is not at its ceiling, where it scatters less",
 )
 SATURATED_STEPS, SATURATED_GROUPS = 20, 60
 SATURATED = Limit(
@@ -47,7 +47,7 @@ TRUNCATED = Limit(0.25, "of the completions, mean over 5 steps")
 USELESS = 0.6
 MORE_TRUNCATED = Limit(
     0.1,
-    "more of them than in the first 5 steps, in which there were fewer; or as many from the start, and equal "
+    "more than in the first 5 steps, in which there were fewer; or as many from the start, and equal "
     f"rewards in {100 * USELESS:.0f} % of the groups; unless the reward pays for length",
 )
 
@@ -221,7 +221,7 @@ def _noise(skill: str, history: History) -> float:
     needs=("reward",),
     steps=2 * COLLAPSE_WINDOWS[0],
     limits=(COLLAPSE,),
-    means="The policy lost what it knew: too large an update, or a wrong sign. A new reward looks the same.",
+    means="The policy lost what it knew: too large an update, or a wrong sign. A new reward looks alike.",
     do="Go back to a checkpoint from before the fall, mend the likely cause, and hold the KL (target_kl).",
 )
 def reward_collapse(history: History) -> Evidence | None:
@@ -281,7 +281,7 @@ def repetition(history: History) -> Evidence | None:
     if fmean(now) - fmean(start) < MORE_REPEATED.value or not rose:
         return None
     why = causes.likely_causes(history, causes.pays_for_length, causes.no_kl, causes.learning_rate)
-    share = f"{100 * fmean(now):.0f} % of the tokens stand in a pair that was in their completion before"
+    share = f"{100 * fmean(now):.0f} % of the tokens repeat a pair of tokens of their completion"
     return Evidence(f"{share}, {100 * fmean(start):.0f} % in the first steps", causes=why)
 
 
@@ -336,7 +336,7 @@ def _why_saturated(history: History, rewards: list[float]) -> list[str]:
         return [f"the reward was {number(best)} once: look at the alarms before this one"]
     if abs(fmean(rewards)) < 0.02:
         return ["no completion earns anything: read some; take easier prompts, or a reward for parts of an answer"]
-    return ["completions of a prompt earn the same: learned (end the run, or take harder prompts), failed, or gamed"]
+    return ["equal rewards within each prompt: learned (end the run, or take harder prompts), failed, or gamed"]
 
 
 @alarm(

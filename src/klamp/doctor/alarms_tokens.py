@@ -22,7 +22,7 @@ ONE_SIDED, SAME = 50, 1e-4
 SHIFTED = 0.2
 """The part of the distance that is left at most once a shift is undone."""
 GREW = 4.0
-"""Times as far apart as before the first update: the mismatch came with the updates."""
+"""How many times farther apart than before the first update: the mismatch came with the updates."""
 COURSE, START_LIKE = 20, 1.5
 """Steps over which the distances of sampler and reference are compared, and how many times they differ at most."""
 
@@ -62,7 +62,7 @@ def end_token_lost(history: History) -> Evidence | None:
     endings = [_ending(row) for row in history.written if row.ended is not False and any(row.is_trained)]
     lost = [(before, tail) for before, tail in endings if tail]
     padded = any(len(tail) > 1 for _, tail in lost)
-    if padded:  # the first token after the trained ones is the lost end token if it alone is always the same
+    if padded:  # the first token after the trained ones is the lost end token if it alone never varies
         last_trained, first_masked = {before for before, _ in endings}, {tail[0] for _, tail in lost}
         lost = lost if len(first_masked) == 1 and len(last_trained) > 1 else []
     if not lost or len(lost) <= END_TOKEN.value * len(endings):
@@ -116,7 +116,7 @@ def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def causes_of(history: History) -> list[str]:
-    """What a mismatch comes from, if its course shows it: before the first update the weights are the same."""
+    """What a mismatch comes from, if its course shows it: before the first update both have the same weights."""
     deltas = [delta for completion in history.written for _, delta in completion.log_ratios("sampler")]
     if text := _shift(history.written) or _own_cut(history, deltas):
         return [text]
@@ -135,8 +135,8 @@ def causes_of(history: History) -> list[str]:
     if not is_apart_at_start:
         text = _of_start(history) or _at_once(history, metric)
         text = text or (
-            f"it came with the updates ({at_start} before the first one): the sampler's weights, or those of its "
-            "adapter, are not synced before each rollout"
+            f"it came with the updates ({at_start} before the first one): the sampler's weights, or its "
+            "adapter's, are not synced before each rollout"
         )
         return [text] if max(_sizes(history.latest).values()) > GREW * first[name] else []
     since = f"it was there before the first update ({at_start}), so a missing sync alone does not explain it"
@@ -198,7 +198,7 @@ def _at_once(history: History, name: str) -> str:
 
 
 def _of_start(history: History) -> str | None:
-    """Whether the sampler's distance is, step by step, that of the reference: its weights are those of the start."""
+    """Whether the sampler is as far as the reference at each step: it then has the starting weights."""
     sampler, kl = history.together(COURSE, "sampler/k3", history.kl_name())
     pairs = [(a, b) for a, b in zip(sampler, kl, strict=True) if b > 0]
     elsewhere = history.settings.moving_reference or history.settings.other_reference
@@ -251,7 +251,7 @@ def silent(history: History) -> Evidence | None:
     values = history.last("teacher/logp_mean", count)
     if len(values) < count or len({*values}) > 1:
         return None
-    return Evidence(f"teacher/logp_mean is {number(values[0])} in each of {count} steps, whatever was written")
+    return Evidence(f"teacher/logp_mean is {number(values[0])} in each of {count} steps, for all completions")
 
 
 @alarm(
@@ -331,5 +331,5 @@ def _not_in_loss(history: History) -> Evidence | None:
 
 
 def _per_teacher(history: History, metric: str = TO_TEACHER) -> list[str]:
-    """A metric of the teacher, and that of each of several, as the latest step has them."""
+    """A metric of the teacher, or of each of several, in the latest step."""
     return [name for name in history.latest if name.split(".", 1)[0] == metric]

@@ -63,7 +63,7 @@ def _rate(history: History, largest: float, if_so: str) -> str:
     rate = f" (up to {number(max(rates))})" if rates else ""
     return (
         f"the learning rate{rate}{if_so}: the KL rose by {number(largest)} nats per token from one logged step to the "
-        "next. Take a tenth of it, or lower max_grad_norm"
+        "next. Take a tenth of this rate, or lower max_grad_norm"
     )
 
 

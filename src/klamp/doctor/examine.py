@@ -1,4 +1,4 @@
-"""Examines a run with every alarm, afterwards or while it happens: then an alarm is told once, and may stop it."""
+"""Examines a run with every alarm, afterwards, or during the run: each alarm is then reported once."""
 
 from __future__ import annotations
 
@@ -70,17 +70,17 @@ class Diagnosis:
 
     @property
     def concerned(self) -> int:
-        """The number of alarms that concern the run: those of a teacher only where it has one."""
+        """The number of alarms that concern the run: a teacher's only if it has one."""
         return len(self.checked) + len(self.unchecked)
 
     @property
     def blind(self) -> str:
-        """Why nothing can be said of the KL of a run that may have one, in words; empty where it was looked at."""
+        """Why the doctor could not check the KL of a run that may have one; empty if it checked."""
         declared_absent = self.history.latest.get("beta", self.history.settings.beta) == 0
         about_teacher = TO_TEACHER in self.history.names and "teacher-inert" in self.checked
         if declared_absent or about_teacher or any(KL in ALARMS[name].needs for name in self.checked):
             return ""
-        little = "the record has too little of it: too few steps, or only sums over completions of unknown length"
+        little = "the record has too little KL data: too few steps, or only sums over completions of unknown length"
         return little if self.history.measures_kl else "no KL to the reference was found in the record"
 
     @property
@@ -95,7 +95,7 @@ class Diagnosis:
 
 
 def examine(history: History) -> Diagnosis:
-    """Run every alarm over a run, or what the record holds of it, step by step, as if it happened again."""
+    """Run every alarm over a run's record, step by step, as if the run happened again."""
     if is_reset(history):
         history.settings = replace(history.settings, moving_reference=True)
     evidences: dict[str, dict[int, Evidence]] = {}
@@ -181,12 +181,12 @@ class AlarmWatch:
         self.history.forget_completions()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> list[AlarmFinding]:
-        """The alarms that rise with the metrics of a step and were not told before."""
+        """The alarms that rise with the metrics of a step and were not reported yet."""
         self.keep(rows=[Row(step=step, metrics=metrics)])
         return list(self._look(step))
 
     def evaluation(self, step: int, scores: Mapping[str, float]) -> list[AlarmFinding]:
-        """The alarms that rise with the scores of an evaluation and were not told before."""
+        """The alarms that rise with the scores of an evaluation and were not reported yet."""
         self.keep(evaluations=[Row(step=step, metrics=scores)])
         return list(self._look(step))
 

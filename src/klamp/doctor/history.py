@@ -48,7 +48,7 @@ class RunSettings:
     """The evaluated skill that is trained; the others should be kept."""
     eval_size: int | None = None
     teacher_coef: float | None = None
-    """Coefficient of the KL to a teacher; None also where there is none."""
+    """Coefficient of the KL to a teacher; None also without a teacher."""
     top_p: float | None = None
     """The share of the distribution that the run samples from."""
     top_k: int | None = None
@@ -64,11 +64,11 @@ class Completion:
     tokens: Sequence[str]
     """The tokens as text, or their ids."""
     policy: Sequence[float]
-    """Log-probabilities under the policy being trained; NaN where there is none."""
+    """Log-probabilities under the policy being trained; NaN: unknown."""
     ref: Sequence[float] | None = None
     teacher: Sequence[float] | None = None
     sampler: Sequence[float] | None = None
-    """Log-probabilities under whoever sampled the tokens; NaN where there is none."""
+    """Log-probabilities under whoever sampled the tokens; NaN: unknown."""
     trained: Sequence[bool] | None = None
     """The loss mask; None: every token is trained on."""
     sampled: Sequence[bool] | None = None
@@ -145,7 +145,7 @@ class Answer:
 
 
 def answer_of(row: Mapping[str, Any]) -> Answer:
-    """A line of answers.jsonl as an answer; a KeyError, TypeError or ValueError if it is none."""
+    """A line of answers.jsonl as an answer; a KeyError, TypeError or ValueError for any other line."""
     texts = {name: str(row[name]) for name in ("skill", "question", "completion")}
     return Answer(step=int(row["step"]), score=float(row["score"]), who=str(row.get("who", "policy")), **texts)
 
@@ -185,7 +185,7 @@ class History:
     """Who wrote the record, in words."""
     settings: RunSettings = field(default_factory=RunSettings)
     config: Mapping[str, Any] = field(default_factory=dict)
-    """All that the record says of the configuration, by the names of who wrote it."""
+    """The record's configuration, under its writer's names."""
     details: Details = field(default_factory=Details)
     rows: list[Row] = field(default_factory=list)
     evaluations: list[Row] = field(default_factory=list)
@@ -196,7 +196,7 @@ class History:
     cautions: list[str] = field(default_factory=list)
     """What the run was warned of, in words."""
     unread: Mapping[str, str] = field(default_factory=dict)
-    """Column that speaks of a KL and was not read -> what it is; empty where nobody knows."""
+    """Unread column about a KL -> its meaning; empty: unknown."""
     changes: Mapping[int, str] = field(default_factory=dict)
     """Step -> what a resume after it changed, in words."""
 
@@ -297,5 +297,5 @@ def bounded(value: float) -> float:
 
 
 def k3(delta: float) -> float:
-    """The estimator k3 of one log-ratio, bounded so that sums of it stay finite."""
+    """The estimator k3 of one log-ratio, bounded so that its sums stay finite."""
     return math.expm1(min(-delta, 600.0)) + delta

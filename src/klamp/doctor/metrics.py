@@ -24,7 +24,7 @@ class MetricRow:
     """One metric."""
 
     name: str
-    """The name as it is logged; the part before the slash is its family."""
+    """The logged name; the part before the slash is its family."""
     unit: str
     better: Better
     reduction: str
@@ -59,7 +59,7 @@ _COUNTED: Mapping[str, Counted] = {
 
 
 def check_metrics(names: Iterable[str]) -> None:
-    """Refuse metrics without a row, with an UnknownNameError; `teacher/kl.KEY` of each teacher has that of the one."""
+    """Refuse metrics without a row, with an UnknownNameError; `teacher/kl.KEY` has the row of `teacher/kl`."""
     for name in names:
         if name.partition(".")[0] not in METRICS:
             why, fix = "its unit, reduction and chart are not known", "add its row to klamp/doctor/metrics.yaml"
@@ -86,7 +86,7 @@ class Logs:
     names: Mapping[str, str]
     other_kl: Mapping[str, str] = field(default_factory=dict)
     marks: Collection[str] = ()
-    """Names that only this trainer logs: a record with one of them uses its names before those of the others."""
+    """Names that only this trainer logs: a record with one of them uses this trainer's names first."""
     no_reference: str = ""
     """Why its runs have no KL to a reference, for a trainer that has none by design."""
 
@@ -98,7 +98,7 @@ NAMES: Mapping[str, str] = {
     for logs in sorted(LOGS.values(), key=lambda logs: bool(logs.marks), reverse=True)
     for theirs, ours in logs.names.items()
 }
-"""The name that another trainer uses -> klamp's; if two share a name, that of the trainer without marks."""
+"""The name that another trainer uses -> klamp's; if two trainers share a name, the one without marks wins."""
 OTHER_KL: Mapping[str, str] = {name: what for logs in LOGS.values() for name, what in logs.other_kl.items()}
 """The name of a KL of another kind -> what it is."""
 
@@ -171,7 +171,7 @@ def own_name(name: str, theirs: Mapping[str, str] = NAMES) -> str | None:
 KL = re.compile(r"kl(?![a-z])|(?<![a-z])kl|kld|log_?p(rob)?s?[_/](abs_)?diff|distill\w*[_/](loss|div)", re.IGNORECASE)
 """How the name of a KL, or of another distance of two models, shows."""
 SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing|type|estimator|ctrl", re.IGNORECASE)
-"""How the name of something about a KL shows that is none itself."""
+"""Parts of names that concern a KL and are not a KL."""
 EXTREME = re.compile(r"[/_](max|min|std)$")
 OF_OLD = re.compile(r"ppo_?kl|approx_?kl|policykl|pre_post|(?<![a-z])old(?![a-z])", re.IGNORECASE)
 """How the name of a KL to the policy before an update shows."""
@@ -234,7 +234,7 @@ def translate(
 
 
 def as_number(value: object) -> float | None:
-    """A value as a number, also one that is written as a text; None: it is none, or a flag."""
+    """A value as a number, also from a text; None: a flag, or not a number."""
     try:
         return float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
     except (ValueError, OverflowError):
@@ -265,7 +265,7 @@ def step_of(logged: Mapping[str, object]) -> int | None:
 
 
 def verifier_of(logged: Collection[str]) -> Verifier | None:
-    """`rules` if the names of all reward functions (TRL's rewards/NAME/mean) are those of rules."""
+    """`rules` if the names of all reward functions (TRL's rewards/NAME/mean) name rules."""
     parts = [name.removeprefix("train/").split("/") for name in logged]
     rewards = [part[1].lower() for part in parts if len(part) == 3 and part[::2] == ["rewards", "mean"]]
     return "rules" if rewards and all(any(word in name for word in RULES) for name in rewards) else None

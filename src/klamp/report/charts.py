@@ -242,7 +242,7 @@ def anchor_curves(runs: Sequence[ReportRun]) -> dict[str, str]:
 
 
 def _curve(run: ReportRun, name: str, scores: ScoreFormat) -> dict[float, float]:
-    """The values of a metric; those of a skill as scores are written."""
+    """The values of a metric; a skill's in the format of scores."""
     values = run.curve(name)
     return {step: scores.scaled(value) for step, value in values.items()} if name.startswith("eval/") else values
 
@@ -299,7 +299,7 @@ def _concerns(finding: AlarmFinding, plan: Chart) -> bool:
 
 
 def levels_of(run: ReportRun, chart: str) -> list[Line]:
-    """The lines and bands of a chart; without a known configuration only those of the alarms."""
+    """The lines and bands of a chart; without a known configuration only the alarms' lines."""
     if chart == "kl":
         lines = _target(run.history.config)
         return [replace(line, label=f"{line.label}, at the end") for line in lines] if run.history.changes else lines

@@ -18,7 +18,7 @@ SKILLS = 6
 COLUMNS = 5
 SEQUENCE = {f"{name}_sequence": estimator for name, estimator in KL_NAMES.items()}
 AFTER, AFTER_SEQUENCE = "KL from the start (exact)", "KL from the start per completion (exact)"
-"""The KL that was measured after training, whatever the steps logged."""
+"""The KL that was measured after training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def _tile(headline: Headline) -> Html:
 def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]:
     """The heading and rows of a table of several runs, the KL first: a few runs are its columns, many its rows.
 
-    A KL that was measured after training stands before those of the steps: runs that logged none have it, too.
+    A KL that was measured after training comes before the steps' KL: runs without logged KL have it, too.
     """
     skills = skills_of(runs)[:SKILLS]
     scores = ScoreFormat.of(runs)

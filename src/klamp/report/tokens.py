@@ -195,7 +195,7 @@ SORTS = {
 def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: int) -> dict[int, Html]:
     """The cards that the page can hold, by the number of their completion, in the order of importance.
 
-    A completion that is too large makes room for smaller ones; a long run has tens of thousands of them.
+    A completion that is too large makes room for smaller ones; a long run has tens of thousands.
     """
     cards: dict[int, Html] = {}
     misses, room = 0, room - FRAME
@@ -335,7 +335,7 @@ def shade(ratio: float) -> str:
 def card(entry: Shown, number: int, *, read: Callable[[str], str], label: str) -> Html:
     """A completion on the page, with its facts and the log-probabilities of its tokens."""
     completion, reward = entry.completion, entry.completion.reward
-    twins = element("span", f"×{entry.times}", class_="times", title=f"{entry.times} completions are the same")
+    twins = element("span", f"×{entry.times}", class_="times", title=f"{entry.times} equal completions")
     return element(
         "article",
         element(

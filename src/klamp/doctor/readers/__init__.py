@@ -23,7 +23,7 @@ def read_record(path: Path, names: Mapping[str, str] | None = None) -> History:
 
     Args:
         path: what was written.
-        names: klamp's name of a metric -> that in the record, before the names that klamp knows.
+        names: klamp's name of a metric -> its name in the record, before the names that klamp reads.
 
     Raises:
         DataError: there is nothing there, or nothing that can be read.
@@ -63,7 +63,7 @@ def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
         return with_report(logs.read_trl_state(state, names), path)
     if len(runs) > 1:
         folders = ", ".join(run.parent.name for run in runs)
-        raise unreadable("several W&B runs lie in one folder", path, why=folders, fix="name one of them")
+        raise unreadable("several W&B runs are in one folder", path, why=folders, fix="name one of them")
     if runs:
         return logs.read_wandb(runs[0], names)
     if (path / CONFIG).is_file() and (path / VERSIONS).is_file() and next(path.rglob("*.jsonl"), None) is None:
@@ -90,5 +90,5 @@ def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
         return _read_file(files[0], names)
     if files:
         file_names = ", ".join(file.name for file in files)
-        raise unreadable("several logs lie in one folder", path, why=file_names, fix="name one of them")
-    raise unreadable("a folder with no record of a run", path, why="it holds none of the files that klamp knows")
+        raise unreadable("several logs are in one folder", path, why=file_names, fix="name one of them")
+    raise unreadable("a folder with no record of a run", path, why="it holds none of the files that klamp reads")

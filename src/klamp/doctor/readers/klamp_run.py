@@ -19,7 +19,7 @@ from klamp.names import ABOUT, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_F
 
 HISTORY, UNTIL = "history", "until"
 PLACE = ("output_dir", "resume")
-"""Fields that say where a run is, and are no part of it."""
+"""Fields that say where a run is."""
 SAID = ("beta", "loss_type", "scale_rewards")
 """Settings that the arguments of a TRL run say, and its log does not."""
 UNFINISHED = f"the run has no {SUMMARY}: it is still running, or it ended before its last step"
@@ -28,7 +28,7 @@ NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
 
 
 def is_klamp_run(path: Path) -> bool:
-    """Whether a folder is that of a klamp run."""
+    """Whether a folder holds a klamp run."""
     return (path / CONFIG).is_file() and (path / METRICS_FILE).is_file()
 
 
@@ -118,7 +118,7 @@ def history_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def in_force(values: Mapping[str, Any], step: float = math.inf) -> dict[str, Any]:
-    """The fields of a config.yaml as they were in a step (from 1), or as they are now; without the history."""
+    """The fields of a config.yaml in a step (from 1), or now; without the history."""
     fields = {name: value for name, value in values.items() if name != HISTORY}
     for entry in reversed(history_of(values)):
         if entry[UNTIL] >= step:

@@ -38,9 +38,9 @@ from klamp.names import REPORT, TRAINER_STATE
 
 Config = Mapping[str, Any]
 Names = Mapping[str, str]
-"""klamp's name of a metric -> that in the record, before the names that klamp knows."""
+"""klamp's name of a metric -> its name in the record, before the names that klamp reads."""
 Logged = Sequence[tuple[int, Mapping[str, Any]]]
-"""Step -> what was logged of it."""
+"""Step -> its logged values."""
 SUMMARY = "train_runtime"
 """A name that only the last row has, which sums up a run."""
 CLOCKS = ("_timestamp", "_runtime", "Wall time")
@@ -145,7 +145,7 @@ def _with_metrics(source: str, rows: Sequence[Config], names: Names | None, path
         why = f"the first row has {', '.join(list(rows[0])[:12])}" if rows else "it holds no whole line"
         names_of_metrics = "names as TRL, verl or klamp write them (kl, reward, ...), or --map with your own"
         fix = f"metrics: a row per step with {names_of_metrics}; {TOKEN_LISTS}"
-        raise unreadable("no metric that klamp knows and no token log-probabilities were found", path, why=why, fix=fix)
+        raise unreadable("no metric that klamp reads and no token log-probabilities were found", path, why=why, fix=fix)
     return history
 
 
@@ -164,10 +164,10 @@ CONSOLE = re.compile(r"\bstep:\s*(\d+) - (\S.*)")
 PRINTED = re.compile(r"\{'[^{}]*\}")
 """A row that transformers prints, as Python writes a dict; a progress bar may stand before it."""
 ROW = re.compile(r"\{['\"][^{}]*\}")
-"""The same, or an object of JSON behind the time and the level of a log."""
+"""A printed dict, or an object of JSON behind the time and the level of a log."""
 NUMPY = re.compile(r"\b(?:np|numpy)\.\w+\(([^()]*)\)")
 BARE = re.compile(r"(?<![\w'])-?(nan|inf|NaN|Infinity|null|true|false)(?![\w'])")
-"""A number that is none of Python's literals."""
+"""A number that is not a Python literal."""
 GAP = re.compile(r" {2,}")
 """What stands between the columns of a table that is aligned with spaces."""
 OF_CHARTS = ("__MIN", "__MAX")
@@ -216,7 +216,7 @@ def _marked(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
 def _table(lines: Sequence[str], path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a table, one column of which counts steps, with tabs, commas, bars or spaces between columns."""
     between = max("\t|,", key=lines[0].count)
-    if between not in lines[0]:  # columns that stand under one another
+    if between not in lines[0]:  # columns aligned by blanks
         lines = [GAP.sub("\t", line.strip()) for line in lines]
         between = "\t"
     head, *rows = csv.reader((line.strip().strip("|") if between == "|" else line for line in lines), delimiter=between)
@@ -263,7 +263,7 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
     rows = list(each_row(logs, path, flat, what="row {} of log_history is damaged"))
-    others = {*STEP_NAMES} - {"step"}  # the trainer's own count, whatever else is logged
+    others = {*STEP_NAMES} - {"step"}  # the trainer's own count wins over any other
     rows = [{name: value for name, value in row.items() if name not in others or "step" not in row} for row in rows]
     return _of_rows("TRL trainer state", rows, names, path, ours=False)
 
@@ -296,8 +296,8 @@ def read_tensorboard(path: Path, names: Names | None = None) -> History:
     runs.sort(key=lambda events: min(events[0]))
     if any(max(before) >= min(after) for (before, *_), (after, *_) in pairwise(runs)):
         why = ", ".join(str(folder.relative_to(path)) for *_, folder in runs)
-        fix = "name one of them; of one run that was resumed, put all event files into one folder"
-        raise unreadable("several TensorBoard runs lie below one folder", path, why=why, fix=fix)
+        fix = "name one of them; put all event files of one resumed run into one folder"
+        raise unreadable("several TensorBoard runs are below one folder", path, why=why, fix=fix)
     scalars = {step: row for rows, *_ in runs for step, row in rows.items()}
     config = {name: value for _, events, _ in runs for name, value in events.items()}
     if not scalars:

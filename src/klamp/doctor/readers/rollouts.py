@@ -23,7 +23,7 @@ from klamp.doctor.readers.files import TOKEN_LISTS, each_row, json_lines, unread
 
 Numbers: TypeAlias = Sequence[float]
 UNKNOWN = "?"
-"""What stands for a token in records that name none."""
+"""The token in records without token texts."""
 LARGEST = 0.01
 """The largest value that a log-probability may have by rounding."""
 LOGPROBS = re.compile(r"_?(?:per_token_|action_)?log_?p(rob)?s?$")
@@ -132,7 +132,7 @@ def _without_padding(policy: Sequence[float], sampler: Sequence[float] | None, t
 
 
 def _sampled(policy: Numbers, sampler: Numbers | None, trained: Sequence[bool] | None) -> Sequence[bool] | None:
-    """Which tokens the sampler drew: it scored them, or was certain as the policy nearly is; None: nobody knows."""
+    """Which tokens the sampler drew: it scored them, or was certain as the policy nearly is; None: unknown."""
     if sampler is None:
         return None
     rows = zip(policy, sampler, trained or every(len(policy)), strict=True)
@@ -203,7 +203,7 @@ def _teacher_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def _repeated(completion: Completion) -> int:
-    """How many of the tokens that the model wrote stand in a pair of neighbours that was there before."""
+    """How many of the model's tokens repeat an earlier pair of neighbours."""
     tokens = [token for token, sampled in zip(completion.tokens, completion.is_sampled, strict=True) if sampled]
     pairs = list(pairwise(tokens))
     return len(pairs) - len(set(pairs))

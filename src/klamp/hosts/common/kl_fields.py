@@ -48,7 +48,7 @@ def _new(cls: Any, *_: Any, **options: Any) -> Any:
 
 _SPACE = {"__module__": __name__, "__new__": _new}
 KLFields: Any = dataclasses.make_dataclass("KLFields", [*_OTHER_NAMES, *_OF_KL, *_OF_BOTH], namespace=_SPACE)
-"""The fields of `klamp.KLConfig` but `beta`, those of `klamp.TeacherConfig`, and the switch of the report."""
+"""The fields of `klamp.KLConfig` (without `beta`) and `klamp.TeacherConfig`, and the switch of the report."""
 TeacherFields: Any = dataclasses.make_dataclass("TeacherFields", _OF_BOTH, namespace=_SPACE)
 
 
