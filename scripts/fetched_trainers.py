@@ -57,6 +57,7 @@ def subject_of(name: str, folder: Path) -> Subject:
         name: one of `TRAINERS`.
         folder: its checkout.
     """
+    torch._dynamo.config.disable = True  # some compile their loss; the mathematics is the same
     losses = tuple(
         AuditedLoss(
             name=mode.name,
@@ -696,7 +697,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if unknown := [name for name in given.names if name not in TRAINERS]:
         parser.error(f"{', '.join(unknown)}: known are {', '.join(TRAINERS)}")
-    torch._dynamo.config.disable = True  # some compile their loss; the mathematics is the same
     for name in given.names or TRAINERS:
         folder = given.folder / name
         if not folder.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def bucketed(x: Tensor, like: Tensor) -> Tensor:
     return torch.cat([head, torch.log1p(-head.exp().sum(-1, keepdim=True))], -1)
 
 
-def of(value: Callable[[Tensor, Tensor], Tensor], count: Callable[[Tensor], Tensor] = Tensor.sum) -> AuditedLoss:
+def of(value: Callable[[Tensor, Tensor], Tensor], count: Callable[[Tensor], Any] = Tensor.sum) -> AuditedLoss:
     """The mean of a KL of positions."""
 
     def compute(batch: Sequences) -> Tensor:

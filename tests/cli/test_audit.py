@@ -96,10 +96,10 @@ def test_a_row_for_each_loss_and_each_finding_once(capsys: pytest.CaptureFixture
     cells = [tuple(re.split(r"\s{2,}", line.strip())) for line in lines[1:6]]
     assert cells[0] == HEADINGS
     assert cells[1:] == [
-        ("k2", "reverse", "reverse", "token", "sound", "no-ratio"),
-        ("k1 (default)", "reverse", "zero", "token", "WRONG", "kl-zero"),
-        ("k1 again", "reverse", "zero", "token", "WRONG", "kl-zero"),
-        ("it", "reverse", "-", "-", "cannot tell", "check-failed"),
+        ("k2", "reverse", "reverse", "0", "17 %", "token", "sound", "no-ratio"),
+        ("k1 (default)", "reverse", "zero", "100 %", "105 %", "token", "WRONG", "kl-zero"),
+        ("k1 again", "reverse", "zero", "100 %", "113 %", "token", "WRONG", "kl-zero"),
+        ("it", "reverse", "-", "-", "-", "-", "cannot tell", "check-failed"),
     ]
     told = [line.partition(":")[0] for line in lines[6:] if line]
     assert told == ["- no-ratio (k2)", "- kl-zero (k1 (default))", "- check-failed (it)", "- beta is 0."]

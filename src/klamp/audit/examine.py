@@ -101,8 +101,8 @@ class AuditedLoss:
 
         On tokens of the present policy, and of one that has moved since. None: the trainer raises an exception.
         """
-        length, facts = 1 if self.takes == "sequences" else 2, {"temperature": self.temperature}
-        facts |= {"whole": self.compute} if self.whole else {}
+        facts: dict[str, Any] = {"whole": self.compute} if self.whole else {"temperature": self.temperature}
+        length = 1 if self.takes == "sequences" else 2
         with suppress(Exception):  # which is a finding of its verdict
             near, far = (distance(self._loss, self.means, length, moved=x, **facts) for x in (0.0, MOVED))
             return near, far
@@ -141,3 +141,8 @@ def audit(subject: Subject) -> dict[str, Verdict]:
             what = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}".rstrip(": .")
             verdicts[loss.name] = Verdict.of([finding("check-failed", error=what)])
     return verdicts
+
+
+def of_beta(beta: float) -> Direction:
+    """The divergence that the `beta` of GKD and its kin names."""
+    return "forward" if beta == 0 else "reverse" if beta == 1 else "js"

@@ -20,8 +20,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from klamp.audit.examine import AuditedLoss, Subject
-from klamp.core.types import Direction
+from klamp.audit.examine import AuditedLoss, Subject, of_beta
 from klamp.verify.sequences import PROMPT, Sequences, logprobs_of
 
 
@@ -93,7 +92,9 @@ def _trl_grpo(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, advantages
 def _trl_distillation(path: str) -> Iterator[AuditedLoss]:
     defaults, trainer = _defaults(pkgutil.resolve_name(f"{path}Config")), path.partition(":")[2]
     for name, options in _rows(path, defaults):
-        own = {"distillation_alpha": 1.0 if "=iw_opd" in name else defaults.get("beta")} | defaults | options
+        own: dict[str, Any] = (
+            {"distillation_alpha": 1.0 if "=iw_opd" in name else defaults.get("beta")} | defaults | options
+        )
         yield AuditedLoss(
             name=f"{trainer}, {name.replace('distillation_', '')}",
             compute=lambda batch, options=options: _trl_loss(stand_in(path, **options), batch),
@@ -107,8 +108,7 @@ def _trl_loss(trainer: Any, batch: Sequences) -> Tensor:
     """What a trainer for distillation computes from its own form of a batch; padding stands after the completions."""
     prompt, completion = batch.tokens.split([PROMPT, batch.tokens.shape[1] - PROMPT], dim=1)
     old = logprobs_of(batch.aligned.old / trainer.temperature, batch.aligned.tokens)
-    real = torch.ones_like(batch.mask)
-    real[:, PROMPT:] = batch.mask[:, PROMPT:]
+    real = torch.cat([torch.ones_like(prompt), batch.mask[:, PROMPT:]], 1)
     inputs = {
         "prompt_ids": prompt,
         "prompt_mask": torch.ones_like(prompt),
@@ -151,11 +151,6 @@ class FixedLogits(torch.nn.Module):
 
     def forward(self, **_: Any) -> Any:
         return SimpleNamespace(logits=self.logits)
-
-
-def of_beta(beta: float) -> Direction:
-    """The divergence that the `beta` of GKD and its kin names."""
-    return "forward" if beta == 0 else "reverse" if beta == 1 else "js"
 
 
 def liger() -> Subject:

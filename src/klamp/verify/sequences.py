@@ -48,19 +48,21 @@ class Sequences(NamedTuple):
         """Of the completions' tokens."""
         student, teacher, tokens, mask, old = self.aligned
         at = slice(PROMPT - 1, None)
-        return Scores(*(logprobs_of(x, tokens)[:, at] for x in (student, teacher, old)), mask[:, at])
+        now, ref, before = (logprobs_of(x, tokens)[:, at] for x in (student, teacher, old))
+        return Scores(now, ref, before, mask[:, at])
 
     @classmethod
-    def drawn(cls, *, moved: float = 0.0, padding: int = 0) -> Sequences:
+    def drawn(cls, *, moved: float = 0.0, padding: int = 0, seed: int = 0) -> Sequences:
         """Six completions of at most twelve tokens that the student sampled, in float32."""
-        g = torch.Generator().manual_seed(0)
+        g = torch.Generator().manual_seed(seed)
         logits = 1.5 * torch.randn(6, PROMPT + 12, WORDS, generator=g)
         teacher, old = (logits + x * torch.randn(logits.shape, generator=g) for x in (0.7, moved))
         ids = torch.multinomial(logits.softmax(-1).flatten(0, 1), 1, generator=g).view(6, -1).roll(1, 1)
         places = torch.arange(PROMPT + 12)
         mask = (places >= PROMPT) & (places < PROMPT + torch.tensor([12, 12, 9, 7, 5, 4])[:, None])
         student, teacher, old = (pad(x, (0, 0, 0, padding)) for x in (logits, teacher, old))
-        return cls(student.requires_grad_(), teacher, *(pad(x, (0, padding)) for x in (ids, mask)), old)
+        ids, mask = (pad(x, (0, padding)) for x in (ids, mask))
+        return cls(student.requires_grad_(), teacher, ids, mask, old)
 
     @classmethod
     def enumerated(cls, length: int, moved: float) -> tuple[Sequences, Tensor]:
