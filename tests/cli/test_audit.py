@@ -106,6 +106,8 @@ def test_a_row_for_each_loss_and_each_finding_once(capsys: pytest.CaptureFixture
 
 
 LOSS = """
+def total(student, teacher, tokens, mask):
+    return distil(student, teacher, tokens, mask) * mask.sum()
 def distil(student, teacher, tokens, mask):
     p, q = student.log_softmax(-1), teacher.log_softmax(-1)[..., : student.shape[-1]]
     return ((q.exp() * (q - p)).sum(-1) * mask).sum() / mask.sum()
@@ -116,9 +118,13 @@ def test_what_a_loss_can_be_meant_to_be_are_the_cores_directions() -> None:
     assert get_args(get_type_hints(AuditOptions)["means"]) == get_args(Direction)
 
 
-@pytest.mark.parametrize(("means", "code"), [("reverse", 1), ("forward", 0)])
-def test_a_loss_of_distillation(means: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "means", "code"), [("distil", "reverse", 1), ("distil", "forward", 0), ("total", "forward", 0)]
+)
+def test_a_loss_of_distillation(
+    name: str, means: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "klamp_my_distil.py").write_text(LOSS, encoding="utf-8")
-    assert main(["audit", "klamp_my_distil:distil", "--means", means]) == code
+    assert main(["audit", f"klamp_my_distil:{name}", "--means", means]) == code
     out = capsys.readouterr().out
     assert "klamp check: " + ("sound" if code == 0 else "WRONG") in out and LEGEND not in out

@@ -39,6 +39,7 @@ class AuditedLoss:
     takes: Literal["logprobs", "function", "reward", "sequences"] = "logprobs"
     means: Direction = "reverse"  # the divergence that its name promises
     temperature: float = 1.0  # what it divides the logits of student and teacher by
+    scaled: bool = True  # False: its coefficient is not known to be 1, so that it may be any distance away
 
     @property
     def whole(self) -> bool:
@@ -60,7 +61,7 @@ class AuditedLoss:
                 verdict = self._check_logprobs(batch, facts)
             verdict, off = verdict.with_findings(self._padding()), self.distances[0] or 0.0
             far = finding("far-from-promise", off=off, means=self.means)
-            return verdict.with_findings([far] if off >= FAR and verdict.ok is not False else [])
+            return verdict.with_findings([far] if off >= FAR and self.scaled and verdict.ok is not False else [])
 
     def _check_logprobs(self, batch: Sequences, facts: dict[str, Any]) -> Verdict:
         now, ref, old, mask = scores = batch.scores
@@ -86,14 +87,11 @@ class AuditedLoss:
 
     def _padding(self) -> Iterator[CheckFinding]:
         """Does more padding change the gradient of the trained tokens?"""
-        gradients = list[Tensor]()
-        for padding in (0, PADDING):
-            batch = Sequences.drawn(padding=padding)
-            gradient = gradient_of(self._loss(batch, batch.scores), batch.student)
-            gradients.append(gradient[pad(batch.mask[:, 1:], (0, 1))].flatten())
-        plain, padded = gradients
+        batches = [Sequences.drawn(padding=x) for x in (0, PADDING)]
+        plain, padded = (gradient_of(self._loss(x, x.scores), x.student)[pad(x.mask[:, 1:], (0, 1))] for x in batches)
         if (padded - plain).norm() > 1e-3 * plain.norm():
-            yield finding("mean-over-padding", factor=float(padded @ plain / (plain @ plain)), padding=PADDING)
+            factor = float((padded * plain).sum() / plain.square().sum())
+            yield finding("mean-over-padding", factor=factor, padding=PADDING)
 
     @cached_property
     def distances(self) -> tuple[float | None, float | None]:
@@ -124,7 +122,7 @@ def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
     function = load_function(path)
     loss = AuditedLoss(name=path, compute=function, takes="function", means=means)
     if takes(function, 4) and not takes(function, 2):
-        loss = replace(loss, compute=lambda batch: function(*batch.aligned[:4]), takes="sequences")
+        loss = replace(loss, compute=lambda batch: function(*batch.aligned[:4]), takes="sequences", scaled=False)
     else:
         loss.verdict()  # a function of another form is refused here
     return Subject(title=path, losses=(loss,))

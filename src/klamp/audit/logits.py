@@ -140,7 +140,7 @@ def _judged(forms: Sequence[Divergence], p: Positions, means: str) -> tuple[str,
         what = f"the gradient follows {best.name}, not the {means} divergence that was meant"
         fix = f'swap the arguments (F.kl_div(input, target) is KL(target||input)), or pass means="{kind}"'
         findings.append(replace(finding(f"kl-{kind}", means=means, name=best.name), what=what, fix=fix))
-    findings += [] if best.head == "full" else _head(best, p)
+    findings += [] if best.head == "full" else _head(forms, p)
     student, teacher = best.temperatures
     if student != teacher:
         what = f"student at temperature {student:g}, teacher at {teacher:g}: the student ends at a power of the teacher"
@@ -160,16 +160,16 @@ CONSTANTS = {("reverse", "no tail"): 1, ("reverse", "generalised"): 0, ("forward
 """What the gradient of a head adds to its log-ratios, or to -teacher / student; else 1."""
 
 
-def _head(best: Divergence, p: Positions) -> list[CheckFinding]:
+def _head(forms: Sequence[Divergence], p: Positions) -> list[CheckFinding]:
     """What a head leaves out: nothing, where the sampled token stands for the tail with the head's constant."""
-    if best.rest is not None and p.ids is not None and best.head in ("no tail", "generalised"):
-        heats, rows = best.temperatures, np.arange(len(p.ids))
-        ell = (log_softmax(p.student / heats[0]) - log_softmax(p.teacher / heats[1]))[rows, p.ids]
-        ours, tail = CONSTANTS.get((best.kind, best.head), 1), best.rest / best.scale
-        added = (tail - (ell if best.kind == "reverse" else -np.exp(-ell)))[np.abs(tail) > 1e-3]
+    best, ids = forms[0], np.asarray(p.ids)
+    for x in (x for x in forms if x.rest is not None and x.kind == best.kind and x.head in ("no tail", "generalised")):
+        ell = log_softmax(p.student / x.temperatures[0]) - log_softmax(p.teacher / x.temperatures[1])
+        ell, ours, tail = ell[np.arange(len(ids)), ids], CONSTANTS.get((x.kind, x.head), 1), x.rest / x.scale
+        added = (tail - (ell if x.kind == "reverse" else -np.exp(-ell)))[np.abs(tail) > 1e-3]
         if added.size and np.ptp(added) < 0.02:
             theirs = round(float(added.mean()), 2)
-            return [] if theirs == ours else [finding("head-mass", size=best.size, ours=ours, theirs=theirs)]
+            return [] if theirs == ours else [finding("head-mass", size=x.size, ours=ours, theirs=theirs)]
     return [finding(f"head-{best.head.replace(' ', '-')}", size=best.size)]
 
 
