@@ -85,14 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.audit_page")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    for name in given.names:
-        if given.folder:
+    for name in arguments.names:
+        if arguments.folder:
             from scripts.fetched_trainers import subject_of
 
             subject, command = (
-                subject_of(name, (given.folder / name).resolve()),
+                subject_of(name, (arguments.folder / name).resolve()),
                 f"python -m scripts.fetched_trainers FOLDER {name}",
             )
         else:
