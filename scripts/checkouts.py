@@ -65,21 +65,22 @@ def package(name: str, folder: Path, *inside: str) -> None:
 
 
 def cut(file: Path, *names: str, **scope: Any) -> Any:
-    """Definitions of a file, `function`, `Class` or `Class.method`, executed unchanged where only `scope` is known.
+    """Definitions of a file, `function`, `Class`, `Class.method` or `NAME`, executed unchanged; only `scope` is known.
 
     Raises:
         LookupError: the file has no such definition.
     """
     found: dict[str, ast.stmt] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        found[getattr(node, "name", "")] = node
+        named = node.targets[0] if isinstance(node, ast.Assign) else node
+        found[getattr(named, "name", getattr(named, "id", ""))] = node
         for inner in node.body if isinstance(node, ast.ClassDef) else ():
             found[f"{getattr(node, 'name', '')}.{getattr(inner, 'name', '')}"] = inner
     if missing := [name for name in names if name not in found]:
         raise LookupError(f"{file.name} has no {', '.join(missing)}")
     annotations = ast.parse("from __future__ import annotations").body  # they name types that are not there
     tree = ast.Module(body=annotations + [found[name] for name in names], type_ignores=[])
-    scope = {"torch": torch, "F": torch.nn.functional, **scope}
+    scope = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, **scope}
     exec(compile(tree, str(file), "exec"), scope)
     return SimpleNamespace(**{name.rpartition(".")[2]: scope[name.rpartition(".")[2]] for name in names})
 

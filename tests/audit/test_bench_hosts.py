@@ -16,7 +16,8 @@ import torch
 from tests.audit.bench.worlds import BETA, Case, Score, World, make_world, wrong
 
 from klamp.audit import trainers
-from klamp.audit.examine import PROMPT, AuditedLoss, Sequences
+from klamp.audit.examine import AuditedLoss
+from klamp.verify.sequences import Sequences
 
 FORWARD: dict[str, Any] = {"kl": ("forward",), "ok": False, "codes": ("kl-forward",)}
 REVERSE: dict[str, Any] = {"kl": ("reverse",), "ok": True}
@@ -137,20 +138,26 @@ def openrlhf_modules() -> list[ModuleType]:
             del sys.modules["deepspeed"]
 
 
-SERVER = "ServerDistillationTrainer, "
+SERVER, IWOPD, SDFT = "ServerDistillation, beta=", "IWOPD, objective=", "SDFT, mode=topk_logits, alpha="
+BUCKET, RENORMALISED = (True, "head-bucket"), (False, "head-renormalised")
 HEADS: dict[str, tuple[tuple[str, ...], bool, str]] = {
-    SERVER + "beta=1.0 (default)": (("reverse",), True, "head-bucket"),
-    SERVER + "beta=1.0, loss_add_tail=False": (("none", "reverse"), False, ""),
-    SERVER + "beta=0.5": (("js",), True, "head-bucket"),
-    SERVER + "beta=0.0, loss_top_k=3": (("forward",), True, "head-bucket"),
-    SERVER + "beta=0.0, loss_top_k=3, loss_add_tail=False": (("forward",), False, "head-renormalised"),
+    SERVER + "1.0 (default)": (("reverse",), *BUCKET),
+    SERVER + "1.0, temperature=2.0": (("reverse",), *BUCKET),
+    SERVER + "1.0, loss_add_tail=False": (("none", "reverse"), False, ""),
+    SERVER + "0.5": (("js",), *BUCKET),
+    SERVER + "0.0, loss_top_k=64": (("forward",), *BUCKET),
+    SERVER + "0.0, loss_top_k=64, loss_add_tail=False": (("forward",), *RENORMALISED),
+    IWOPD + "jsd, beta=1.0, loss_top_k=1": (("reverse",), *BUCKET),
+    IWOPD + "jsd, beta=1.0, loss_top_k=64, loss_add_tail=False": (("reverse",), *RENORMALISED),
+    SDFT + "0.5, topk=100 (default)": (("js",), *RENORMALISED),
+    SDFT + "1.0, topk=100, add_tail=True": (("reverse",), *BUCKET),
     "DistillationLoss, kl_direction=reverse (default)": (("forward",), False, "kl-forward"),
 }
 """Losses of some tokens (torchrl differentiates k3): class, sound, code. All others follow what they mean."""
 
 
 def distillations(batch: Sequences) -> Iterator[Case]:
-    """16 losses of a batch; a position predicts the token after it."""
+    """31 losses of a batch; a position predicts the token after it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         all_of_them = [*trainers.trl().losses, *trainers.liger().losses, *trainers.torchrl().losses]
@@ -163,12 +170,6 @@ def distillations(batch: Sequences) -> Iterator[Case]:
 
         kl, ok, code = HEADS.get(each.name, ((each.means,), True, ""))
         yield Case(each.name, loss, kl=kl, ok=ok, codes=tuple(code.split()), beta=None)
-
-
-def make_sequences(seed: int) -> Sequences:
-    """Prompts, completions that the student sampled, and padding; a position predicts the token after it."""
-    w = make_world(seed, shape=(4, PROMPT + 10), drift=0.7, lag=0)
-    return Sequences(w.logits, w.ref_logits, w.ids.roll(1, 1), w.mask.roll(1, 1) & (w.places >= PROMPT))
 
 
 SLOW = pytest.mark.slow
@@ -193,6 +194,6 @@ def test_losses_of_other_trainers_are_named(host: Any, watched: bool) -> None:
 @needs("trl")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW)])
 def test_distillation_losses_are_named_by_their_logits(seed: int) -> None:
-    score = Score(product(distillations(make_sequences(seed)), [make_world()]))
-    assert len(score.rows) == 16
+    score = Score(product(distillations(Sequences.drawn(seed=seed)), [make_world()]))
+    assert len(score.rows) == 31
     score.demand(0.87)

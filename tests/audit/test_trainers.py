@@ -54,7 +54,8 @@ def enumerated(loss: Callable[..., Tensor], follows: str, *, off_policy: str = "
 
 
 def grpo_loss(subject: Subject, corrected: bool) -> Callable[..., Tensor]:
-    return next(x for x in subject.losses if x.name.startswith(f"use_bias_correction_kl={corrected}")).compute
+    compute = next(x for x in subject.losses if f"use_bias_correction_kl={corrected}" in x.name).compute
+    return lambda *scores: compute(*scores, torch.zeros(len(scores[0])))
 
 
 @pytest.mark.parametrize("host", ["liger", pytest.param("trl", marks=pytest.mark.slow)])
@@ -66,8 +67,12 @@ def test_an_enumeration_of_its_own(host: str, corrected: bool, follows: str, off
     enumerated(grpo_loss(subject, corrected), follows, off_policy=off_policy)
 
 
+def torchrl_kl(*scores: Tensor) -> Tensor:
+    return trainers.torchrl_kl(*scores, torch.zeros(len(scores[0])))
+
+
 def test_an_enumeration_of_its_own_of_torchrl() -> None:
-    enumerated(trainers.torchrl_kl, "forward")
+    enumerated(torchrl_kl, "forward")
     policy, ref = make_world()
 
     def estimate(p: Tensor, q: Tensor, token: int) -> Tensor:
@@ -80,8 +85,8 @@ def test_an_enumeration_of_its_own_of_torchrl() -> None:
 def test_torchrl_averages_its_kl_over_the_padding() -> None:
     """Whatever the aggregation of the objective: padding dilutes it."""
     policy, ref = torch.full((1, 2), -1.0), torch.full((1, 2), -1.5)
-    one = trainers.torchrl_kl(policy, ref, policy, torch.tensor([[True, True]]))
-    padded = trainers.torchrl_kl(policy, ref, policy, torch.tensor([[True, False]]))
+    one = torchrl_kl(policy, ref, policy, torch.tensor([[True, True]]))
+    padded = torchrl_kl(policy, ref, policy, torch.tensor([[True, False]]))
     assert padded == pytest.approx(one.item() / 2)
 
 

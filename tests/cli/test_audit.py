@@ -96,16 +96,18 @@ def test_a_row_for_each_loss_and_each_finding_once(capsys: pytest.CaptureFixture
     cells = [tuple(re.split(r"\s{2,}", line.strip())) for line in lines[1:6]]
     assert cells[0] == HEADINGS
     assert cells[1:] == [
-        ("k2", "reverse", "reverse", "token", "sound", "no-ratio"),
-        ("k1 (default)", "reverse", "zero", "token", "WRONG", "kl-zero"),
-        ("k1 again", "reverse", "zero", "token", "WRONG", "kl-zero"),
-        ("it", "reverse", "-", "-", "cannot tell", "check-failed"),
+        ("k2", "reverse", "reverse", "0", "17 %", "token", "sound", "no-ratio"),
+        ("k1 (default)", "reverse", "zero", "100 %", "105 %", "token", "WRONG", "kl-zero"),
+        ("k1 again", "reverse", "zero", "100 %", "113 %", "token", "WRONG", "kl-zero"),
+        ("it", "reverse", "-", "-", "-", "-", "cannot tell", "check-failed"),
     ]
     told = [line.partition(":")[0] for line in lines[6:] if line]
     assert told == ["- no-ratio (k2)", "- kl-zero (k1 (default))", "- check-failed (it)", "- beta is 0."]
 
 
 LOSS = """
+def total(student, teacher, tokens, mask):
+    return distil(student, teacher, tokens, mask) * mask.sum()
 def distil(student, teacher, tokens, mask):
     p, q = student.log_softmax(-1), teacher.log_softmax(-1)[..., : student.shape[-1]]
     return ((q.exp() * (q - p)).sum(-1) * mask).sum() / mask.sum()
@@ -116,9 +118,13 @@ def test_what_a_loss_can_be_meant_to_be_are_the_cores_directions() -> None:
     assert get_args(get_type_hints(AuditOptions)["means"]) == get_args(Direction)
 
 
-@pytest.mark.parametrize(("means", "code"), [("reverse", 1), ("forward", 0)])
-def test_a_loss_of_distillation(means: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "means", "code"), [("distil", "reverse", 1), ("distil", "forward", 0), ("total", "forward", 0)]
+)
+def test_a_loss_of_distillation(
+    name: str, means: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "klamp_my_distil.py").write_text(LOSS, encoding="utf-8")
-    assert main(["audit", "klamp_my_distil:distil", "--means", means]) == code
+    assert main(["audit", f"klamp_my_distil:{name}", "--means", means]) == code
     out = capsys.readouterr().out
     assert "klamp check: " + ("sound" if code == 0 else "WRONG") in out and LEGEND not in out

@@ -1,22 +1,22 @@
-"""The tables in docs/records/index.md are what the command prints, line for line."""
+"""The table of docs/audit.md is what the audit measures, row for row."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-from pathlib import Path
+import json
+import tomllib
 
-from klamp.cli.audit import LEGEND, run
+from scripts.audit_page import PAGE, READ, RECORD, measured, page
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+from klamp.audit import load_subject
+from klamp.cli.audit import LEGEND
 
 
 def assert_documented(*names: str) -> None:
-    """The record holds the output of `klamp audit NAME ...`, and the page its legend."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert run(names) in (0, 1)  # 1: some option follows something other than its name says
-    shown = out.getvalue().removeprefix("[INFO] Running in WANDB offline mode\n")  # wandb's own, at TRL's first trainer
-    page, record = ((DOCS / name).read_text(encoding="utf-8") for name in ("audit.md", "records/index.md"))
-    assert shown.removesuffix(f"{LEGEND}\n").rstrip() in record
-    assert LEGEND in page
+    """The record holds what `klamp audit NAME` measures, and the page shows the record."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    for name in names:
+        subject = load_subject(name)
+        assert (record[name]["title"], record[name]["rows"]) == (subject.title, measured(subject))
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(record, tomllib.loads(READ.read_text(encoding="utf-8"))) in text
+    assert LEGEND in text

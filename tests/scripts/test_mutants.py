@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripts.mutants import equivalent, modules, page_of, recorded, source, stages
-
 from scripts import mutants
+from scripts.mutants import equivalent, modules, page_of, recorded, source, stages
 
 pytestmark = pytest.mark.slow
 

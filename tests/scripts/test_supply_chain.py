@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripts.supply_chain import BY_HAND, CONSTRAINTS, EXEMPT, LOCK, by_hand, installed, licence_of, pins, refused, text
-
 from scripts import supply_chain
+from scripts.supply_chain import BY_HAND, CONSTRAINTS, EXEMPT, LOCK, by_hand, installed, licence_of, pins, refused, text
 
 # exact files ---------------------------------------------------------------------------------------------------------
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,44 +15,23 @@ from torch.nn.functional import pad
 
 from klamp.audit.function import load_function, takes
 from klamp.audit.micro_batch import check
-from klamp.audit.verdict import Verdict, finding
+from klamp.audit.verdict import CheckFinding, Verdict, finding
 from klamp.core.types import Direction
 from klamp.errors import KLWarning
+from klamp.verify.sequences import Scores, Sequences, distance, gradient_of
 
-PROMPT = 2  # tokens before each drawn completion
-
-
-class Sequences(NamedTuple):
-    """What a trainer has of a batch of prompts and completions."""
-
-    student: Tensor  # logits [B, L, V]; those at a position are of the token after it; has the gradient
-    teacher: Tensor  # the teacher's logits, [B, L, W]
-    tokens: Tensor  # prompt, completion, padding, [B, L]
-    mask: Tensor  # True on the tokens of the completion, [B, L]
-
-    @property
-    def aligned(self) -> Sequences:
-        """The same with the logits of each token at its own position, for losses whose caller shifts: [B, L - 1]."""
-        return Sequences(self.student[:, :-1], self.teacher[:, :-1], self.tokens[:, 1:], self.mask[:, 1:])
-
-    @classmethod
-    def drawn(cls) -> Sequences:
-        """Four completions of at most ten tokens that the student sampled, in float32."""
-        g = torch.Generator().manual_seed(0)
-        student = 1.5 * torch.randn(4, PROMPT + 10, 20, generator=g)
-        teacher = student + 0.7 * torch.randn(student.shape, generator=g)
-        ids = torch.multinomial(student.softmax(-1).flatten(0, 1), 1, generator=g).view(4, -1)
-        places = torch.arange(PROMPT + 10)
-        mask = (places >= PROMPT) & (places < PROMPT + torch.tensor([10, 10, 7, 4])[:, None])
-        return cls(student.requires_grad_(), teacher, ids.roll(1, 1), mask)
+FAR = 0.25  # distance from the promised gradient from which on a loss does not follow it
+PADDING = 8  # places that are added to each row, to see whether padding counts
+MOVED = 0.3  # how far the policy moved since the rollout: the standard deviation of a logit
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditedLoss:
     """A loss of a trainer, or a KL; what `compute` takes and returns:
 
-    "logprobs": (policy, ref, old, mask), [B, T] each -> the KL part of a loss. "function": (policy, ref) -> [B, T], or
-    a whole loss. "reward": the same, to be subtracted from the reward. "sequences": a batch -> a loss of distillation.
+    "logprobs": (policy, ref, old, mask), [B, T] each -> the KL part of a loss; with advantages, [B], as the fifth, the
+    whole loss. "function": (policy, ref) -> [B, T], or a whole loss. "reward": the same, to be subtracted from the
+    reward. "sequences": a batch -> a loss of distillation.
     """
 
     name: str  # of the function or class, and the options that make it compute this loss
@@ -58,31 +39,72 @@ class AuditedLoss:
     takes: Literal["logprobs", "function", "reward", "sequences"] = "logprobs"
     means: Direction = "reverse"  # the divergence that its name promises
     temperature: float = 1.0  # what it divides the logits of student and teacher by
+    scaled: bool = True  # False: its coefficient is not known to be 1, so that it may be any distance away
+
+    @property
+    def whole(self) -> bool:
+        """Whether the policy loss is in it."""
+        return self.takes == "logprobs" and takes(self.compute, 5)
 
     def verdict(self) -> Verdict:
-        """What its gradient follows."""
+        """What its gradient follows, whether more padding changes it, and whether it is far from what it promises."""
         with warnings.catch_warnings(action="ignore", category=KLWarning):
             if self.takes == "function":
                 return check(self.compute, means=self.means)
-            loss, inputs = self._on_sequences() if self.takes == "sequences" else self._on_logprobs()
-            return check(loss, **inputs, means=self.means, temperature=self.temperature, once=False)
+            batch = Sequences.drawn(moved=0.0 if self.takes == "sequences" else 0.25)
+            facts: dict[str, Any] = {"means": self.means, "temperature": self.temperature, "once": False}
+            if self.takes == "sequences":
+                facts |= {"logits": batch.student, "teacher_logits": batch.teacher}
+                facts |= {"mask": pad(batch.mask[:, 1:], (0, 1)), "ids": batch.tokens.roll(-1, 1)}
+                verdict = check(self.compute(batch), **facts)
+            else:
+                verdict = self._check_logprobs(batch, facts)
+            verdict, off = verdict.with_findings(self._padding()), self.distances[0] or 0.0
+            far = finding("far-from-promise", off=off, means=self.means)
+            return verdict.with_findings([far] if off >= FAR and self.scaled and verdict.ok is not False else [])
 
-    def _on_sequences(self) -> tuple[Tensor, dict[str, Any]]:
-        batch = Sequences.drawn()
-        mask = pad(batch.mask[:, 1:], (0, 1))  # a position predicts the next
-        logits = {"logits": batch.student, "teacher_logits": batch.teacher}
-        return self.compute(batch), {"mask": mask, "ids": batch.tokens.roll(-1, 1), **logits}
+    def _check_logprobs(self, batch: Sequences, facts: dict[str, Any]) -> Verdict:
+        now, ref, old, mask = scores = batch.scores
+        loss = self._loss(batch, scores)
+        if self.takes == "reward":
+            facts |= {"advantages": -self.compute(now.detach(), ref)}
+            loss = (-facts["advantages"] * now)[mask].mean()
+        elif self.whole:
+            facts |= {"advantages": torch.linspace(-1.5, 2, len(now)), "beta": 1.0, "clip": (0.2, 0.2)}
+            loss = self.compute(*scores, facts["advantages"])
+        return check(loss, policy_logprobs=now, ref_logprobs=ref, old_logprobs=old, mask=mask, **facts)
 
-    def _on_logprobs(self) -> tuple[Tensor, dict[str, Any]]:
-        g = torch.Generator().manual_seed(0)
-        policy = (-0.2 - 3.8 * torch.rand(6, 12, generator=g)).requires_grad_()
-        ref, old = ((policy.detach() + x * torch.randn(6, 12, generator=g)).clamp(max=-1e-3) for x in (0.3, 0.25))
-        mask = torch.arange(12) < torch.tensor([12, 12, 9, 7, 5, 4])[:, None]
-        inputs = {"policy_logprobs": policy, "ref_logprobs": ref, "old_logprobs": old, "mask": mask}
-        if self.takes != "reward":
-            return self.compute(policy, ref, old, mask), inputs
-        advantages = -self.compute(policy.detach(), ref)
-        return (-advantages * policy)[mask].mean(), {**inputs, "advantages": advantages}
+    def _loss(self, batch: Sequences, scores: Scores) -> Tensor:
+        """What it makes of a batch without a reward."""
+        now, ref, old, mask = scores
+        if self.takes == "sequences":
+            return self.compute(batch)
+        if self.takes == "reward":  # a KL of the rollout's policy, a factor of the ratio
+            return ((now - old).exp() * self.compute(old, ref))[mask].mean()
+        if self.takes == "function":
+            return self.compute(now, ref)[mask].mean()
+        return self.compute(*scores, now.new_zeros(len(now))) if self.whole else self.compute(*scores)
+
+    def _padding(self) -> Iterator[CheckFinding]:
+        """Does more padding change the gradient of the trained tokens?"""
+        batches = [Sequences.drawn(padding=x) for x in (0, PADDING)]
+        plain, padded = (gradient_of(self._loss(x, x.scores), x.student)[pad(x.mask[:, 1:], (0, 1))] for x in batches)
+        if (padded - plain).norm() > 1e-3 * plain.norm():
+            factor = float((padded * plain).sum() / plain.square().sum())
+            yield finding("mean-over-padding", factor=factor, padding=PADDING)
+
+    @cached_property
+    def distances(self) -> tuple[float | None, float | None]:
+        """How far its expected gradient is from that of the divergence that it promises, as a share of the latter.
+
+        On tokens of the present policy, and of one that has moved since. None: the trainer raises an exception.
+        """
+        facts: dict[str, Any] = {"whole": self.compute} if self.whole else {"temperature": self.temperature}
+        length = 1 if self.takes == "sequences" else 2
+        with suppress(Exception):  # which is a finding of its verdict
+            near, far = (distance(self._loss, self.means, length, moved=x, **facts) for x in (0.0, MOVED))
+            return near, far
+        return None, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +122,7 @@ def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
     function = load_function(path)
     loss = AuditedLoss(name=path, compute=function, takes="function", means=means)
     if takes(function, 4) and not takes(function, 2):
-        loss = replace(loss, compute=lambda batch: function(*batch.aligned), takes="sequences")
+        loss = replace(loss, compute=lambda batch: function(*batch.aligned[:4]), takes="sequences", scaled=False)
     else:
         loss.verdict()  # a function of another form is refused here
     return Subject(title=path, losses=(loss,))

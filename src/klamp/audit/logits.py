@@ -23,12 +23,11 @@ from klamp.audit.verdict import CheckFinding, Verdict, finding
 from klamp.errors import ConfigError, ShapeError, TensorError
 
 POSITIONS = 64  # positions that are looked at
-HEATS = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)  # temperatures that log-probabilities may be at
+HEATS = (1.0, 2.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 3.0, 4.0, 5.0)  # temperatures that are tried
 ACCEPTED = 3e-4  # the largest residual of an accepted divergence, as a share of the gradient, in float32
 DIVERGENCES = ("reverse", "forward", "js")
 BETAS = (0.5, 0.1, 0.9, 0.25, 0.75)
 REVERSE, FORWARD = "KL(student||teacher)", "KL(teacher||student)"
-TEMPERATURES = (2.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.5, 3.0, 4.0, 5.0)
 
 
 def check_logits(
@@ -54,6 +53,8 @@ def check_logits(
         shifted = explain_logits(Positions.of(gradient, logits, teacher_logits, ids=ids, shift=shift, **options))
         if any(x.kind in DIVERGENCES and x.head == "full" for x in shifted):
             judged = [finding("shift", what=f"the student is compared with the teacher's {where} position")]
+    if kl == "unknown" and (who := _double_softmax(positions)):
+        judged = [finding("double-softmax", who=who)]
     count, width = positions.student.shape
     not_checked = {"other micro-batches": ""} | ({} if ids is not None else {"sampled terms": "pass ids"})
     return Verdict.of(
@@ -139,8 +140,7 @@ def _judged(forms: Sequence[Divergence], p: Positions, means: str) -> tuple[str,
         what = f"the gradient follows {best.name}, not the {means} divergence that was meant"
         fix = f'swap the arguments (F.kl_div(input, target) is KL(target||input)), or pass means="{kind}"'
         findings.append(replace(finding(f"kl-{kind}", means=means, name=best.name), what=what, fix=fix))
-    if best.head != "full":
-        findings.append(finding(f"head-{best.head.replace(' ', '-')}", size=best.size))
+    findings += [] if best.head == "full" else _head(forms, p)
     student, teacher = best.temperatures
     if student != teacher:
         what = f"student at temperature {student:g}, teacher at {teacher:g}: the student ends at a power of the teacher"
@@ -149,7 +149,42 @@ def _judged(forms: Sequence[Divergence], p: Positions, means: str) -> tuple[str,
         findings.append(finding("other-temperature", heat=student, passed=p.temperature))
     if best.beside:
         findings.append(finding("second-term", name=best.beside))
+    log_s, log_t = log_softmax(p.student / student), log_softmax(p.teacher / teacher)
+    size, dead = (np.exp(log_s) * (log_s - log_t)).sum(1), np.abs(best.scale) < 1e-6 * np.abs(best.scale).max()
+    if dead.any() and size[dead].min() >= size[~dead].max():
+        findings.append(finding("kl-bounded", count=int(dead.sum()), size=dead.size))
     return kind, findings
+
+
+CONSTANTS = {("reverse", "no tail"): 1, ("reverse", "generalised"): 0, ("forward", "no tail"): 0}
+"""What the gradient of a head adds to its log-ratios, or to -teacher / student; else 1."""
+
+
+def _head(forms: Sequence[Divergence], p: Positions) -> list[CheckFinding]:
+    """What a head leaves out: nothing, where the sampled token stands for the tail with the head's constant."""
+    best, ids = forms[0], np.asarray(p.ids)
+    for x in (x for x in forms if x.rest is not None and x.kind == best.kind and x.head in ("no tail", "generalised")):
+        ell = log_softmax(p.student / x.temperatures[0]) - log_softmax(p.teacher / x.temperatures[1])
+        ell, ours, tail = ell[np.arange(len(ids)), ids], CONSTANTS.get((x.kind, x.head), 1), x.rest / x.scale
+        added = (tail - (ell if x.kind == "reverse" else -np.exp(-ell)))[np.abs(tail) > 1e-3]
+        if added.size and np.ptp(added) < 0.02:
+            theirs = round(float(added.mean()), 2)
+            return [] if theirs == ours else [finding("head-mass", size=x.size, ours=ours, theirs=theirs)]
+    return [finding(f"head-{best.head.replace(' ', '-')}", size=best.size)]
+
+
+def _double_softmax(p: Positions) -> str:
+    """Whose probabilities are taken for logits, if that explains the gradient."""
+    logits = p.student / p.temperature, p.teacher / p.temperature
+    s, t = (np.exp(log_softmax(x)) for x in logits)
+    sides = {"the teacher": (logits[0], t), "the student": (s, logits[1]), "both": (s, t)}
+    for who, (student, teacher) in sides.items():
+        for term in _whole(log_softmax(student), log_softmax(teacher), p.beta):
+            column = term.column if student is logits[0] else _centred(s, term.column)
+            fitted = _fitted(p, [term._replace(column=column)], (p.temperature, p.temperature), 0)
+            if fitted.residual < max(ACCEPTED, 16 * p.eps):
+                return who
+    return ""
 
 
 def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[CheckFinding]]:
@@ -279,6 +314,7 @@ class Divergence(NamedTuple):
     beside: str  # the second term: "", cross-entropy or entropy
     residual: float  # the share of the gradient that is not explained
     size: int = 0  # the largest number of tokens in a head; 0: the whole vocabulary
+    rest: Array | None = None  # the coefficients of a second term that is the sampled token, [N]
 
 
 def log_softmax(x: Array) -> Array:
@@ -292,7 +328,7 @@ def explain_logits(p: Positions) -> list[Divergence]:
     if not np.any(size > 0):
         return [Divergence("none", "no gradient", "full", (1.0, 1.0), size, "", 0.0)]
     t, tolerance = p.temperature, max(ACCEPTED, 16 * p.eps)  # of what rounding explains
-    others = (x for h in TEMPERATURES for x in ((h, h), (h, 1.0), (1.0, h)))
+    others = (x for h in HEATS for x in ((h, h), (h, 1.0), (1.0, h)))
     temperatures = dict.fromkeys(((t, t), (t, 1.0), (1.0, 1.0), (1.0, t), *others))
     for second, heats in product((False, True), temperatures):  # one term at any temperature, before two terms
         forms = sorted(_candidates(p, heats, second=second), key=lambda x: x.residual)
@@ -322,7 +358,9 @@ class _Term(NamedTuple):
 def _candidates(p: Positions, heats: tuple[float, float], *, second: bool) -> Iterator[Divergence]:
     """Each divergence, over the vocabulary and over the head that the gradient shows; or each with a second term."""
     log_s, log_t = log_softmax(p.student / heats[0]), log_softmax(p.teacher / heats[1])
-    s, simple, terms = np.exp(log_s), _simple(p, log_s), [*_whole(log_s, log_t, p.beta)]
+    s, terms = np.exp(log_s), [*_whole(log_s, log_t, p.beta)]
+    simple = [_Term("entropy", "entropy", _centred(s, log_s))]
+    simple += [] if p.ids is None else [_Term("sampled", "a factor of each sampled token", _score(s, p.ids))]
     heads, size = head_of(p.gradient, s), 0
     if heads is not None:
         counts = heads.sum(1)
@@ -350,12 +388,6 @@ def _whole(log_s: Array, log_t: Array, beta: float | None) -> Iterator[_Term]:
         yield _Term("js", f"JS({b:g})", _centred(s, (1 - b) * (log_s - log_m)))
 
 
-def _simple(p: Positions, log_s: Array) -> list[_Term]:
-    s = np.exp(log_s)
-    terms = [_Term("entropy", "entropy", _centred(s, log_s))]
-    return terms if p.ids is None else [*terms, _Term("sampled", "a factor of each sampled token", _score(s, p.ids))]
-
-
 def _score(s: Array, ids: Array) -> Array:
     """The gradient of each sampled token's log-probability in the logits."""
     score = -s
@@ -380,6 +412,7 @@ def _headed(heads: Array, log_s: Array, log_t: Array) -> Iterator[_Term]:
     yield _Term("reverse", REVERSE, _centred(s, inside * ell), "generalised")
     yield _Term("reverse", REVERSE, _centred(s, np.where(heads, ell, np.log(s_out / t_out))), "bucket")
     yield _Term("forward", FORWARD, s * (t * inside).sum(1, keepdims=True) - t * inside, "no tail")
+    yield _Term("forward", FORWARD, _centred(s, inside * -np.expm1(-ell)), "generalised")
     yield _Term("forward", FORWARD, _centred(s, np.where(heads, -np.exp(-ell), -t_out / s_out)), "bucket")
     hs, ht = (np.where(heads, x, -np.inf) for x in (log_s, log_t))
     with np.errstate(invalid="ignore"):  # a position without a head
@@ -402,4 +435,5 @@ def _fitted(p: Positions, terms: Sequence[_Term], heats: tuple[float, float], si
     residual = p.gradient - (x @ scales)[..., 0]
     off = float(np.sqrt((residual**2).sum() / max((p.gradient**2).sum(), 1e-300)))
     other = "".join(term.name for term in second)
-    return Divergence(kind, name, head, heats, scales[:, 0, 0], other, off, 0 if head == "full" else size)
+    rest = scales[:, 1, 0] if second and second[0].kind == "sampled" else None
+    return Divergence(kind, name, head, heats, scales[:, 0, 0], other, off, 0 if head == "full" else size, rest)

@@ -1,7 +1,6 @@
 """The losses of installed trainers, computed by the trainers' own code on a drawn batch: one function per host.
 
-A host's loss at beta 1 less the loss at beta 0, advantages 0, is its KL part. `stand_in` makes TRL's trainers without
-models: it has what the loss reads, and answers for logits and log-probabilities.
+Coefficients are 1; the options of each row are in `trainers.yaml`.
 """
 # pyright: reportMissingImports=false
 
@@ -10,37 +9,34 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
-from klamp.audit.examine import PROMPT, AuditedLoss, Sequences, Subject, of_beta
-
-
-def _marked(option: str, value: object, default: object) -> str:
-    """An option with its value, marked where that is the default: `loss_type=dapo (default)`."""
-    return f"{option}={value}" + " (default)" * (value == default)
+from klamp.audit.examine import AuditedLoss, Subject, of_beta
+from klamp.verify.sequences import PROMPT, Sequences, logprobs_of
 
 
 def _defaults(config: type) -> dict[str, Any]:
     return {name: x.default for name, x in inspect.signature(config).parameters.items()}
 
 
-def _grpo_losses(loss: Callable[..., Tensor], defaults: Mapping[str, Any]) -> list[AuditedLoss]:
-    """A loss of (beta, policy, ref, old, mask) with the options of TRL's GRPO: one for each that changes the KL."""
+def _table() -> dict[str, list[dict[str, Any]]]:
+    return yaml.safe_load((Path(__file__).parent / "trainers.yaml").read_text(encoding="utf-8"))
 
-    def kl_part(*inputs: Tensor, **options: Any) -> Tensor:
-        return loss(1.0, *inputs, loss_type="grpo", **options) - loss(0.0, *inputs, loss_type="grpo", **options)
 
-    option, default = "use_bias_correction_kl", bool(defaults["use_bias_correction_kl"])
-    rows: dict[str, dict[str, Any]] = {_marked(option, x, default): {option: x} for x in (default, not default)}
-    rows["sequence-level ratio, bias correction"] = {option: True, "importance_sampling_level": "sequence"}
-    return [AuditedLoss(name=name, compute=partial(kl_part, **options)) for name, options in rows.items()]
+def _rows(name: str, defaults: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name and the options of each row of a trainer in `trainers.yaml`."""
+    for options in _table()[name]:
+        is_default = all(defaults.get(name) == x for name, x in options.items())
+        yield ", ".join(f"{name}={x}" for name, x in options.items()) + " (default)" * is_default, options
 
 
 def trl() -> Subject:
@@ -48,10 +44,10 @@ def trl() -> Subject:
     import trl
 
     defaults = _defaults(trl.GRPOConfig)
-    beta = f"beta is {defaults['beta']:g} by default: without beta= there is no KL and no reference."
-    losses = _grpo_losses(_trl_grpo, defaults)
-    losses += [_trl_distillation(path, options) for path, choices in CHOICES.items() for options in choices]
-    return Subject(title=f"trl {trl.__version__}, GRPOTrainer", losses=tuple(losses), notes=(beta,))
+    losses = [AuditedLoss(name=name, compute=partial(_trl_grpo, **x)) for name, x in _rows("GRPO", defaults)]
+    note = f"beta is {defaults['beta']:g} by default: without beta= there is no KL and no reference."
+    losses += [loss for path in _table() if path.startswith("trl") for loss in _trl_distillation(path)]
+    return Subject(title=f"trl {trl.__version__}, GRPOTrainer", losses=tuple(losses), notes=(note,))
 
 
 def stand_in(path: str, **options: Any) -> Any:
@@ -62,75 +58,67 @@ def stand_in(path: str, **options: Any) -> Any:
     same = {name: lambda x, *_, **__: x for name in ("unwrap_model", "gather", "gather_for_metrics", "reduce")}
     vars(trainer).update(
         args=args,
+        state=SimpleNamespace(global_step=0),
         epsilon_low=getattr(args, "epsilon", None),
         epsilon_high=getattr(args, "epsilon_high", None) or getattr(args, "epsilon", None),
         accelerator=SimpleNamespace(num_processes=1, is_main_process=False, **same),
-        state=SimpleNamespace(global_step=0),
-        model=SimpleNamespace(training=True),
+        model=torch.nn.Module(),
         current_gradient_accumulation_steps=1,
         model_kwarg_keys=set(),
         _forward_redirection=lambda wrapper, original, method, *args, **options: method(*args, **options),
         _metrics={"train": defaultdict(list)},
+        _raise_if_local_teacher_tokenizer_mismatch=lambda: None,
         **dict.fromkeys(("aux_loss_enabled", "_is_vlm", "_entropy_bonus_enabled"), False),
     )
     return trainer
 
 
-def _trl_grpo(beta: float, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
+def _trl_grpo(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, **options: Any) -> Tensor:
+    """TRL's whole loss at beta 1."""
     tokens, prompt = mask.long(), torch.ones(len(mask), 1, dtype=torch.long)
     inputs = {
         **dict.fromkeys(("prompt_ids", "prompt_mask"), prompt),
         **dict.fromkeys(("completion_ids", "completion_mask"), tokens),
-        "advantages": torch.zeros(len(policy), dtype=policy.dtype),
+        "advantages": advantages,
         "old_per_token_logps": old,
         "ref_per_token_logps": ref,
         "num_items_in_batch": tokens.sum(),
     }
-    trainer = stand_in("trl:GRPO", beta=beta, **options)
+    trainer = stand_in("trl:GRPO", beta=1.0, steps_per_generation=1, **options)
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (policy, torch.zeros_like(policy), None)
     return trainer._compute_loss(trainer.model, inputs)
 
 
-TOP = 3  # the teacher's likeliest tokens that a server gives, of the audit's twenty
-CHOICES: dict[str, Sequence[dict[str, Any]]] = {
-    "trl:Distillation": ({"beta": 1.0}, {"beta": 0.5}, {"beta": 0.0}, {"beta": 1.0, "temperature": 2.0}),
-    "trl.experimental.gkd:GKD": ({"beta": 0.5}, {"beta": 0.0}, {"beta": 1.0}),
-    "trl.experimental.server_distillation:ServerDistillation": (
-        {"beta": 1.0},
-        {"beta": 1.0, "loss_add_tail": False},
-        {"beta": 0.5},
-        {"beta": 0.0, "loss_top_k": TOP},
-        {"beta": 0.0, "loss_top_k": TOP, "loss_add_tail": False},
-    ),
-}
-"""Trainer -> the options that are audited; each trainer's default first."""
-
-
-def _trl_distillation(path: str, options: dict[str, Any]) -> AuditedLoss:
-    defaults = _defaults(pkgutil.resolve_name(f"{path}Config"))
-    text = ", ".join(f"{name}={value}" for name, value in options.items())
-    text += " (default)" * all(value == defaults[name] for name, value in options.items())
-    options = {"temperature": 1.0, **options}
-    return AuditedLoss(
-        name=f"{path.partition(':')[2]}Trainer, {text}",
-        compute=lambda batch: _trl_loss(stand_in(path, **options), batch),
-        takes="sequences",
-        means=of_beta(options["beta"]),
-        temperature=options["temperature"],
-    )
+def _trl_distillation(path: str) -> Iterator[AuditedLoss]:
+    defaults, trainer = _defaults(pkgutil.resolve_name(f"{path}Config")), path.partition(":")[2]
+    for name, options in _rows(path, defaults):
+        own: dict[str, Any] = (
+            {"distillation_alpha": 1.0 if "=iw_opd" in name else defaults.get("beta")} | defaults | options
+        )
+        yield AuditedLoss(
+            name=f"{trainer}, {name.replace('distillation_', '')}",
+            compute=lambda batch, options=options: _trl_loss(stand_in(path, **options), batch),
+            takes="sequences",
+            means=of_beta(options.get("beta", own["distillation_alpha"])),
+            temperature=1.0 if trainer == "GKD" else own["temperature"],  # of GKD, that of sampling alone
+        )
 
 
 def _trl_loss(trainer: Any, batch: Sequences) -> Tensor:
     """What a trainer for distillation computes from its own form of a batch; padding stands after the completions."""
     prompt, completion = batch.tokens.split([PROMPT, batch.tokens.shape[1] - PROMPT], dim=1)
+    old = logprobs_of(batch.aligned.old / trainer.temperature, batch.aligned.tokens)
+    real = torch.cat([torch.ones_like(prompt), batch.mask[:, PROMPT:]], 1)
     inputs = {
         "prompt_ids": prompt,
         "prompt_mask": torch.ones_like(prompt),
         "completion_ids": completion,
         "completion_mask": batch.mask[:, PROMPT:].long(),
-        "input_ids": batch.tokens,
-        "attention_mask": torch.ones_like(batch.tokens),
+        **dict.fromkeys(("input_ids", "teacher_input_ids"), batch.tokens),
+        **dict.fromkeys(("attention_mask", "teacher_attention_mask"), real.long()),
         "labels": batch.tokens.masked_fill(~batch.mask, -100),
+        "old_per_token_logps": old[:, PROMPT - 1 :],
+        "rollout_logprobs": torch.nn.functional.pad(old, (1, 0)),
     }
     trainer.teacher_model = FixedLogits(batch.teacher)
     trainer.teacher_client = SimpleNamespace(get_sequence_logprobs=partial(_served, batch.teacher))
@@ -140,17 +128,15 @@ def _trl_loss(trainer: Any, batch: Sequences) -> Tensor:
 
 def _served(
     teacher: Tensor, sequences: Sequence[Any], prompt_lengths: Sequence[int], top_logprobs: int, temperature: float
-) -> Mapping[str, list[Any]]:
+) -> Mapping[str, Any]:
     """The answer of a teacher's server: of each token of the completions, and of the likeliest tokens at its place."""
-    answer = defaultdict[str, list[Any]](list)
+    rows = list[Any]()
     for logits, tokens, start in zip(teacher.detach(), sequences, prompt_lengths, strict=True):
         logprobs = (logits[start - 1 : len(tokens) - 1] / temperature).log_softmax(-1)
         sampled, best = torch.tensor(tokens[start:])[:, None], logprobs.topk(top_logprobs)
-        answer["logprobs"].append(best.values.tolist())
-        answer["logprob_token_ids"].append(best.indices.tolist())
-        answer["actual_logprobs"].append(logprobs.gather(-1, sampled).tolist())
-        answer["actual_token_ids"].append(sampled.tolist())
-    return answer
+        rows.append([x.tolist() for x in (*best, logprobs.gather(-1, sampled), sampled)])
+    names = ("logprobs", "logprob_token_ids", "actual_logprobs", "actual_token_ids")
+    return dict(zip(names, zip(*rows, strict=True), strict=True))
 
 
 class FixedLogits(torch.nn.Module):
@@ -158,17 +144,13 @@ class FixedLogits(torch.nn.Module):
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
+        head = SimpleNamespace(weight=torch.eye(logits.shape[-1], dtype=logits.dtype), bias=None)
         self.logits, self.config = logits, SimpleNamespace()  # which scales and caps nothing
-        self.config.get_text_config = lambda: self.config
-
-    def base_model(self, **_: Any) -> Any:
-        return SimpleNamespace(last_hidden_state=self.logits)
+        self.config.get_text_config, self.get_output_embeddings = lambda: self.config, lambda: head
+        self.base_model = lambda **_: SimpleNamespace(last_hidden_state=logits)
 
     def forward(self, **_: Any) -> Any:
         return SimpleNamespace(logits=self.logits)
-
-    def get_output_embeddings(self) -> Any:
-        return SimpleNamespace(weight=torch.eye(self.logits.shape[-1], dtype=self.logits.dtype), bias=None)
 
 
 def liger() -> Subject:
@@ -176,24 +158,23 @@ def liger() -> Subject:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss, LigerFusedLinearJSDLoss
 
     defaults, jsd = _defaults(LigerFusedLinearGRPOLoss), _defaults(LigerFusedLinearJSDLoss)
-    losses = _grpo_losses(_liger_grpo, defaults)
-    for beta in (0.5, 0.0, 1.0):
-        name, compute = f"LigerFusedLinearJSDLoss, {_marked('beta', beta, jsd['beta'])}", partial(_liger_jsd, beta=beta)
-        losses.append(AuditedLoss(name=name, compute=compute, takes="sequences", means=of_beta(beta)))
-    title = f"liger-kernel {version('liger-kernel')}, LigerFusedLinearGRPOLoss"
+    losses = [AuditedLoss(name=name, compute=partial(_liger_grpo, **x)) for name, x in _rows("GRPO", defaults)]
+    for name, x in _rows("JSD", jsd):
+        compute, means = partial(_liger_jsd, **x), of_beta(x["beta"])
+        losses.append(AuditedLoss(name=f"JSDLoss, {name}", compute=compute, takes="sequences", means=means))
     note = f"beta is {defaults['beta']:g} by default; without a reference model it compares the policy with itself."
-    triton = "Its Triton kernels of the same losses need a GPU and are not audited."
-    return Subject(title=title, losses=tuple(losses), notes=(note, triton))
+    notes = note, "Its Triton kernels of the same losses need a GPU and are not audited."
+    title = f"liger-kernel {version('liger-kernel')}, LigerFusedLinearGRPOLoss"
+    return Subject(title=title, losses=tuple(losses), notes=notes)
 
 
-def _liger_grpo(beta: float, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """What Liger's chunked loss computes from the log-probabilities of a chunk."""
+def _liger_grpo(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, **options: Any) -> Tensor:
+    """What Liger's chunked loss computes from the log-probabilities of a chunk, at beta 1."""
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 
     scores = {"per_token_logps": policy, "ref_per_token_logps": ref, "old_per_token_logps": old}
     masks = dict.fromkeys(("attention_mask", "full_attention_mask"), mask.to(policy.dtype))
-    advantages = torch.zeros(len(policy), dtype=policy.dtype)
-    options |= {"beta": beta, "max_completion_length": 256, "advantages": advantages}
+    options |= {"beta": 1.0, "max_completion_length": 256, "advantages": advantages}
     return LigerFusedLinearGRPOFunction.ppo_loss_fn(**scores, **masks, **options)[0]
 
 
@@ -201,7 +182,7 @@ def _liger_jsd(batch: Sequences, beta: float) -> Tensor:
     """Liger's fused JSD without its loss on labels (half of the whole by default)."""
     from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
 
-    student, teacher, tokens, mask = batch.aligned
+    student, teacher, tokens, mask, _ = batch.aligned
     heads = [torch.eye(x.shape[-1], dtype=x.dtype) for x in (student, teacher)]
     labels = tokens.masked_fill(~mask, -100).flatten()
     fused = LigerFusedLinearJSDLoss(beta=beta, weight_hard_loss=0.0, weight_soft_loss=1.0, compiled=False)
@@ -212,37 +193,35 @@ def torchrl() -> Subject:
     """`GRPOLoss`, the k3 estimate that it publishes, and `DistillationLoss`."""
     from torchrl.objectives.llm import GRPOLoss, k3_kl_token_estimate
 
-    rows: tuple[tuple[str, Any, Callable[..., Tensor]], ...] = (
-        ("GRPOLoss, kl_to_ref_coeff", "logprobs", torchrl_kl),
-        ("k3_kl_token_estimate(ref, policy)", "function", lambda policy, ref: k3_kl_token_estimate(ref, policy)),
-        ("DistillationLoss, kl_direction=reverse (default)", "sequences", _torchrl_distillation),
+    losses = (
+        AuditedLoss(name="GRPOLoss, kl_to_ref_coeff", compute=torchrl_kl),
+        AuditedLoss(name="k3_kl_token_estimate", takes="function", compute=lambda p, q: k3_kl_token_estimate(q, p)),
+        AuditedLoss(name="DistillationLoss, kl_direction=reverse (default)", takes="sequences", compute=_torchrl_kd),
     )
-    losses = tuple(AuditedLoss(name=name, takes=takes, compute=compute) for name, takes, compute in rows)
     note = f"kl_to_ref_coeff is {GRPOLoss(None).kl_to_ref_coeff} by default: without it there is no KL in the loss."
     return Subject(title=f"torchrl {version('torchrl')}, GRPOLoss", losses=losses, notes=(note,))
 
 
-def torchrl_kl(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """The KL part of torchrl's loss; in it the actor's log-probabilities are `policy`."""
+def torchrl_kl(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
+    """torchrl's whole loss, in which the actor's log-probabilities are `policy`."""
     from tensordict import TensorDict
     from torchrl.objectives.llm import GRPOLoss
 
     loss = GRPOLoss(None, kl_to_ref_coeff=1.0, entropy_bonus=False)
     loss._get_cur_log_prob = lambda tensordict: (policy, SimpleNamespace(mask=mask), False)  # pyright: ignore
-    batch = TensorDict({"advantage": torch.zeros_like(policy)[..., None]}, batch_size=[len(policy)])
-    batch[loss.tensor_keys.action] = torch.zeros_like(mask, dtype=torch.long)
-    batch[loss.tensor_keys.sample_log_prob] = old
-    batch[loss.tensor_keys.ref_log_probs] = ref
-    return loss(batch).loss_kl_to_ref
+    keys, pushes = loss.tensor_keys, advantages[:, None, None].expand(*policy.shape, 1)
+    columns = {"advantage": pushes, keys.action: mask.long(), keys.sample_log_prob: old, keys.ref_log_probs: ref}
+    parts = loss(TensorDict(columns, batch_size=[len(policy)]))
+    return parts.loss_kl_to_ref + parts.loss_objective
 
 
-def _torchrl_distillation(batch: Sequences) -> Tensor:
+def _torchrl_kd(batch: Sequences) -> Tensor:
     from tensordict import TensorDict, lazy_stack
     from tensordict.nn import TensorDictModule
     from torchrl.objectives.llm import DistillationLoss
 
-    student, teacher, tokens, mask = batch.aligned
-    scores, theirs = (x.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] for x in (student, teacher))
+    student, teacher, tokens, mask, _ = batch.aligned
+    scores, theirs = (logprobs_of(x, tokens) for x in (student, teacher))
     actor = TensorDictModule(lambda _: scores, in_keys=["tokens"], out_keys=[("log_probs", "full")])
     loss = DistillationLoss(actor)
     loss.set_keys(history="tokens")
@@ -256,22 +235,70 @@ def _torchrl_distillation(batch: Sequences) -> Tensor:
     return loss(lazy_stack(rows)).loss_distill
 
 
-VERL_LOSSES = ("low_var_kl (k3)", "kl (k1)", "abs", "mse (k2)", "low_var_kl+ (k3+)", "kl+ (k1+)", "abs+", "full")
-VERL_REWARDS = ("kl (k1)", "abs", "mse (k2)", "low_var_kl (k3)")  # each type with its other name
-
-
 def verl() -> Subject:
-    """Every type of `kl_penalty`, which `ppo_loss` calls for a loss and `apply_kl_penalty` for a reward."""
-    from verl.workers.config import ActorConfig
+    """`ppo_loss`, every type of `kl_penalty` in the loss and in the reward, and the losses of distillation."""
+    from verl.workers.config import ActorConfig, DistillationLossConfig
     from verl.workers.utils import losses
 
-    def kl(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
-        return losses.kl_penalty(logprob=policy, ref_logprob=ref, kl_penalty=kind.partition(" ")[0])
-
-    options = _defaults(ActorConfig)
-    default = next(name for name in VERL_LOSSES if name.split()[0] == options["kl_loss_type"])
-    rows: list[tuple[str, Any, str]] = [(_marked("kl_loss_type", x, default), "function", x) for x in VERL_LOSSES]
-    rows += [(f"in the reward, kl_penalty={x}", "reward", x) for x in VERL_REWARDS]
-    audited = tuple(AuditedLoss(name=name, takes=takes, compute=partial(kl, kind=x)) for name, takes, x in rows)
+    options, audited = _defaults(ActorConfig), list[AuditedLoss]()
+    parts: dict[str, tuple[Any, Callable[..., Tensor], Mapping[str, Any]]] = {
+        "ppo_loss": ("logprobs", _verl_loss, options),
+        "kl_loss": ("function", losses.kl_penalty, {"kl_penalty": options["kl_loss_type"]}),
+        "reward": ("reward", losses.kl_penalty, {}),
+        "distillation": ("sequences", _verl_distillation, _defaults(DistillationLossConfig)),
+    }
+    for where, (takes, compute, defaults) in parts.items():
+        for name, x in _rows(where, defaults):
+            means, call = "forward" if "forward" in name else "reverse", partial(compute, **x)
+            audited.append(AuditedLoss(name=f"{where}, {name}", takes=takes, compute=call, means=means))
     note = f"use_kl_loss is {options['use_kl_loss']} by default: without it there is no KL in the loss."
-    return Subject(title=f"verl {version('verl')}, ppo_loss and apply_kl_penalty", losses=audited, notes=(note,))
+    return Subject(title=f"verl {version('verl')}, ppo_loss and apply_kl_penalty", losses=tuple(audited), notes=(note,))
+
+
+def _verl_batch(x: Tensor, mask: Tensor, **columns: Tensor) -> tuple[Tensor, Any]:
+    """verl's layout: numbers without padding, one prompt token per row, each number one place before its token."""
+    from tensordict import TensorDict
+
+    prompt = torch.ones(len(mask), 1, dtype=torch.long)
+    columns |= {"prompts": prompt, "attention_mask": torch.cat([prompt, mask.long()], 1)}
+    columns |= dict.fromkeys(("responses", "response_mask"), mask.long())
+    data = TensorDict(columns, batch_size=[len(mask)])
+    for name, value in {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}.items():
+        data.set_non_tensor(name, value)
+    rows = zip(x, mask, strict=True)
+    return torch.cat([torch.cat([row[on], torch.zeros_like(row[:1])]) for row, on in rows]), data
+
+
+def _verl_config(loss_mode: str = "vanilla", **options: Any) -> Any:
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    options |= {"strategy": "fsdp", "rollout_n": 2, "ppo_micro_batch_size_per_gpu": 1}
+    return ActorConfig(**options, policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+
+
+def _verl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, **options: Any) -> Tensor:
+    """verl's whole actor loss, with the KL at coefficient 1."""
+    from verl.workers.utils.losses import ppo_loss
+
+    pushes = advantages[:, None] * mask
+    flat, data = _verl_batch(policy, mask, old_log_probs=old, ref_log_prob=ref, advantages=pushes)
+    return ppo_loss(_verl_config(use_kl_loss=True, kl_loss_coef=1.0, **options), {"log_probs": flat}, data)[0]
+
+
+def _verl_distillation(batch: Sequences, **options: Any) -> Tensor:
+    from verl.trainer.distillation import losses
+    from verl.workers.config import DistillationLossConfig
+
+    student, teacher, tokens, mask, old = (x[:, PROMPT - 1 :] for x in batch.aligned)
+    config = SimpleNamespace(distillation_loss=DistillationLossConfig(use_task_rewards=False, **options))
+    flat, data = _verl_batch(logprobs_of(student, tokens), mask, old_log_probs=logprobs_of(old, tokens))
+    output = {"log_probs": flat}
+    if "topk" in config.distillation_loss.loss_mode:
+        best = _verl_batch(teacher.log_softmax(-1), mask)[0].topk(128)
+        for name, x in {"teacher_logprobs": best.values, "teacher_ids": best.indices}.items():
+            data.set_non_tensor(name, torch.nested.as_nested_tensor([x], layout=torch.jagged))
+        heads = losses.compute_topk_loss(_verl_config(), config, data, _verl_batch(student, mask)[0][None], "thd")
+        output |= {name: x[0] for name, x in heads.items()}
+    else:
+        data.set_non_tensor("teacher_logprobs", _verl_batch(logprobs_of(teacher, tokens), mask)[0][:, None])
+    return losses.distillation_loss(_verl_config(), config, output, data)[0]

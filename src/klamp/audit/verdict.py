@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -59,6 +59,11 @@ class Verdict:
         levels = {finding.level for finding in ordered}
         ok = False if "wrong" in levels else None if "cannot tell" in levels else True
         return cls(ok=ok, findings=ordered, **parts)
+
+    def with_findings(self, findings: Iterable[CheckFinding]) -> Verdict:
+        """The verdict with further findings."""
+        parts = {name: x for name, x in vars(self).items() if name not in ("ok", "findings")}
+        return Verdict.of([*self.findings, *findings], **parts)
 
     @property
     def exit_code(self) -> int:

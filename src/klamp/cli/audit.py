@@ -10,13 +10,16 @@ from klamp.audit.verdict import ANSWERS, EXIT_CODES, Verdict
 from klamp.cli.commands import AuditOptions, read_command
 from klamp.cli.text import MISSING, say, show_caution, show_table
 
-HEADINGS = ("loss", "means", "KL", "mean over", "verdict", "findings")
+HEADINGS = ("loss", "means", "KL", "off", "off-policy", "mean over", "verdict", "findings")
 LEGEND = """\
 means      the divergence that its name or its options promise
 KL         whose gradient descent on the loss follows: reverse = KL(policy||ref), forward = KL(ref||policy), js, zero,
            away, sign, ...: the classes of klamp.check
+off        distance of the expected gradient from the promised divergence's, enumerated; beside a policy loss, the
+           coefficient is relative to it; off-policy: the policy has moved since the rollout
 mean over  what a batch is the mean of: tokens, or the means of sequences
-verdict    klamp.check's, on a drawn batch with padding and a policy that has moved since the rollout"""
+verdict    klamp.check's, on a drawn batch with padding; a distillation has 320 words, and a head of more than 160
+           counts as the whole vocabulary"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -40,13 +43,13 @@ def run(argv: Sequence[str]) -> int:
 
 def show_audit(subject: Subject, verdicts: Mapping[str, Verdict]) -> None:
     """Print a table with a verdict per loss, and each sentence once."""
-    means = {loss.name: loss.means for loss in subject.losses}
     rows, sentences = list[tuple[str, ...]](), dict[str, str]()
-    for name, verdict in verdicts.items():
+    for loss in subject.losses:
+        name, verdict = loss.name, verdicts[loss.name]
         findings = [finding for finding in verdict.findings if finding.level != "note"]
         codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
-        measured = verdict.kl or MISSING, verdict.mean or MISSING
-        rows.append((name, means[name], *measured, ANSWERS[verdict.ok], codes or MISSING))
+        measured = verdict.kl or MISSING, *map(percent, loss.distances), verdict.mean or MISSING
+        rows.append((name, loss.means, *measured, ANSWERS[verdict.ok], codes or MISSING))
         for finding in findings:
             fix = f"; fix: {finding.fix}" if finding.fix else ""
             sentences.setdefault(finding.code, f"{finding.code} ({name}): {finding.what}{fix}")
@@ -54,3 +57,8 @@ def show_audit(subject: Subject, verdicts: Mapping[str, Verdict]) -> None:
     for sentence in (*sentences.values(), *subject.notes):
         say(f"- {sentence}")
     say()
+
+
+def percent(share: float | None) -> str:
+    """A share as the tables have it."""
+    return MISSING if share is None else "0" if share < 0.005 else f"{100 * share:.0f} %" if share < 10 else "> 1000 %"

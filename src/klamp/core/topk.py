@@ -19,7 +19,11 @@ for every k: 0 is the sampled estimator, the whole vocabulary the exact KL. Wher
 S lacks, the mean is short by what that mass is worth: there it is the generalised KL over head and support.
 
 A constant added to delta would not change the mean, as sum_v p_v grad log p_v = 0. With 1, autograd's of p delta, head
-and tail cancel on average only: noisier near the anchor than no head at all.
+and tail cancel on average only: noisier near the anchor than no head at all. With 1 in the head and 0 in the tail the
+gradient is off by that of the head's mass.
+
+Source: a head with a sampled tail is EMA-PG's (arXiv:2602.04417), the tail `generalised` equation 5 of MOPD
+(arXiv:2606.30406). The constants above are klamp's: value and gradient are right for every k.
 """
 
 from __future__ import annotations
@@ -118,7 +122,7 @@ def topk_kl(
 ) -> Float[Tensor, "*shape"]:
     """The KL at each position from the log-probabilities of a head of k tokens and of the sampled token, in nats.
 
-    Equation: see the top of this module; y the sampled token, w = p / mu.
+    Equation: see the top of this module; y the sampled token, w = p / mu. Source: EMA-PG, arXiv:2602.04417.
 
     Sampler: whoever drew the token, through `log_weight`; the policy itself without. The head must not depend on the
     token: a server that adds it to its k likeliest gives k + 1 entries, see `server_head`.
@@ -137,9 +141,9 @@ def topk_kl(
         direction: `reverse` = KL(policy || anchor), `forward` = KL(anchor || policy), or `js` as in `exact_kl`.
         tail: `sampled`, as above. Others follow another divergence, and ignore the sampled token: `bucket` one entry
             for all of the tail, a lower bound, 30 to 63 % off in gradient unless p / q is constant there;
-            `generalised` the head's terms alone, >= 0 and 0 at the anchor, else 40 to 101 % off; `none` the plain
-            sum over the head of p delta (forward q (-delta)), of any sign, 117 to 617 % off, with a gradient that
-            leaves the anchor.
+            `generalised` the head's terms alone (MOPD, arXiv:2606.30406), >= 0 and 0 at the anchor, else 40 to 101 %
+            off; `none` the plain sum over the head of p delta (forward q (-delta)), of any sign, 117 to 617 % off,
+            with a gradient that leaves the anchor.
         log_weight: log(policy / sampler) of the sampled token, a number (no gradient); None: 0, on-policy.
         kept: True = the entry counts; False for padding of a short head and for duplicates of a union.
 

@@ -1,0 +1,1 @@
+"""Scripts that measure and check; run them as modules."""

@@ -1,0 +1,116 @@
+"""`klamp audit` names the cause in the words of `klamp.check`, and how far a loss is from what it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from klamp.audit.examine import AuditedLoss
+from klamp.verify.sequences import PROMPT, Sequences
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def top(x: Tensor, like: Tensor) -> Tensor:
+    return x.log_softmax(-1).gather(-1, like.topk(64).indices)
+
+
+def bucketed(x: Tensor, like: Tensor) -> Tensor:
+    head = top(x, like)
+    return torch.cat([head, torch.log1p(-head.exp().sum(-1, keepdim=True))], -1)
+
+
+def of(value: Callable[[Tensor, Tensor], Tensor], count: Callable[[Tensor], Any] = Tensor.sum) -> AuditedLoss:
+    """The mean of a KL of positions."""
+
+    def compute(batch: Sequences) -> Tensor:
+        student, teacher, _, mask, _ = batch.aligned
+        return (value(student, teacher) * mask).sum() / count(mask)
+
+    return AuditedLoss(name="", compute=compute, takes="sequences")
+
+
+CAUSES = {
+    "head-renormalised": of(lambda s, t: kl(top(s, t).log_softmax(-1), top(t, t).log_softmax(-1))),
+    "head-no-tail": of(lambda s, t: kl(top(s, t), top(t, t))),
+    "head-bucket": of(lambda s, t: kl(bucketed(s, t), bucketed(t, t))),
+    "shift": of(lambda s, t: kl(s.log_softmax(-1), t.roll(1, 1).log_softmax(-1))),
+    "temperature": of(lambda s, t: kl((s / 2).log_softmax(-1), t.log_softmax(-1))),
+    "kl-bounded": of(lambda s, t: kl(s.log_softmax(-1), t.log_softmax(-1)).clamp(max=0.22)),
+    "double-softmax": of(lambda s, t: kl(s.log_softmax(-1), t.softmax(-1).log_softmax(-1))),
+    "double-softmax of the student": of(lambda s, t: kl(s.softmax(-1).log_softmax(-1), t.log_softmax(-1))),
+    "mean-over-padding": of(lambda s, t: kl(s.log_softmax(-1), t.log_softmax(-1)), torch.numel),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_fault_is_named(name: str) -> None:
+    verdict, code = CAUSES[name].verdict(), name.partition(" ")[0]
+    assert code in verdict.codes(), str(verdict)
+    assert verdict.ok is False or code in ("head-bucket", "kl-bounded")
+
+
+def headed(head: float, tail: float, *, forward: bool = False) -> AuditedLoss:
+    """The teacher's top-64 and a sampled tail, with a constant in either."""
+
+    def compute(batch: Sequences) -> Tensor:
+        student, teacher, ids, mask, _ = batch.aligned
+        s, ell = student.log_softmax(-1), (student.log_softmax(-1) - teacher.log_softmax(-1)).detach()
+        inside = torch.zeros_like(s).scatter(-1, teacher.topk(64).indices, 1.0)
+        slope = -(-ell).exp() if forward else ell
+        sampled = ((1 - inside) * (slope + tail) * s).gather(-1, ids[..., None])[..., 0]
+        return ((inside * s.exp().detach() * (slope + head) * s).sum(-1) + sampled)[mask].mean()
+
+    return AuditedLoss(name="", compute=compute, takes="sequences", means="forward" if forward else "reverse")
+
+
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize(("head", "tail"), [(0, 0), (1, 1), (1, 0), (0, 1)])
+def test_a_head_and_its_sampled_tail_need_one_constant(head: float, tail: float, forward: bool) -> None:
+    loss = headed(head, tail, forward=forward)
+    assert loss.verdict().codes("wrong") == (("head-mass",) if head != tail else ())
+    assert loss.distances[0] == pytest.approx(0.47 if head != tail else 0.0, abs=0.03 if head != tail else 1e-5)
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_other_constants_are_off_by_the_gradient_of_the_heads_mass(forward: bool) -> None:
+    """EMA-PG's head is differentiated, which adds 1, and its tail is not (forward: the other way round)."""
+    batch, _ = Sequences.enumerated(1, 0.0)
+    at, count = PROMPT - 1, len(batch.tokens)
+    p = batch.student[0, at].detach().softmax(-1)
+
+    def expected(head: float, tail: float) -> Tensor:
+        (gradient,) = torch.autograd.grad(headed(head, tail, forward=forward).compute(batch), batch.student)
+        return count * p @ gradient[:, at]
+
+    logits = batch.student[0, at].detach().clone().requires_grad_()
+    mass = logits.softmax(-1)[batch.teacher[0, at].topk(64).indices].sum()
+    off = expected(1, 0) - expected(0, 0)
+    torch.testing.assert_close(off, torch.autograd.grad(mass, logits)[0], rtol=1e-3, atol=1e-6)
+
+
+def ratio(p: Tensor, old: Tensor) -> Tensor:
+    return (p - old).exp()
+
+
+@pytest.mark.parametrize(
+    ("compute", "near", "far"),
+    [
+        (lambda p, q, old, m: ((p - q).square() / 2)[m].mean(), 0.0, None),
+        (lambda p, q, old, m: (ratio(p, old) * (torch.expm1(q - p) + p - q))[m].mean(), 0.0, 0.0),
+        (lambda p, q, old, m: (p - q)[m].mean(), 1.0, None),
+        (lambda p, q, old, m: -(p - q).square()[m].mean() / 2, 2.0, None),
+        (lambda p, q, old, m, a: (5 * (p - q).square() / 2 - a[:, None] * ratio(p, old))[m].mean(), 4.0, None),
+    ],
+    ids=["k2", "ratio x k3", "k1", "away", "five-fold beside the policy loss"],
+)
+def test_the_distance_is_enumerated(compute: Callable[..., Tensor], near: float, far: float | None) -> None:
+    on, off = AuditedLoss(name="", compute=compute).distances
+    assert on == pytest.approx(near, abs=1e-5)
+    assert off is not None and (off > 0.05 if far is None else off == pytest.approx(far, abs=1e-5))
