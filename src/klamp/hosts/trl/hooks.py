@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from klamp.core.masking import masked_log_ratio
+from klamp.core.surrogates import Trusted
 from klamp.core.types import Advantages, Batch
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import (
@@ -70,7 +71,7 @@ class LossHook:
         # TRL multiplies beta with a KL if it has a reference's numbers; without one the teacher's stand in for them
         stand_in = {} if self.has_reference or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
         inputs = {**self.inputs, **stand_in}
-        if not any(term.placement == "advantage" for _, term in self.terms):
+        if not (self.trainer._klamp.trust.is_set or any(term.placement == "advantage" for _, term in self.terms)):
             yield inputs
             return
         shifted, threshold = ShiftedInputs(inputs, advantages), self.trainer.off_policy_mask_threshold
@@ -90,6 +91,12 @@ class LossHook:
         if threshold is not None:
             sampler = self.inputs.get("sampling_per_token_logps", old)
             keeps = keeps & trainer.get_off_policy_mask(rewards, policy, sampler, batch.mask, threshold)
+        session: Session = trainer._klamp
+        if session.trust.is_set:
+            trusted = Trusted.of(batch, session.trust)
+            keeps = keeps & (trusted.weights > 0)
+            shares = {name: x for name, x in trusted.metrics.items() if name.endswith("_cut")}
+            session.windows[mode_of(trainer)].add_means(shares, batch.mask, batch.mask)
         inputs["importance_sampling_ratio"] = torch.where(keeps, ratio, own)  # TRL's factor of both
         less = advantages_less_kl(replace(batch, advantages=torch.zeros_like(batch.advantages)), self.terms)
         return torch.where(keeps, rewards, 0.0) + less.view(len(rewards), -1) * torch.where(keeps, own / ratio, 1.0)
