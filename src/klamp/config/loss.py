@@ -54,10 +54,10 @@ A_MODE = Need("vllm_importance_sampling_mode", lambda c: c.vllm_importance_sampl
 A_REJECTION = Need("rollout_rs", lambda c: c.rollout_rs is not None)
 A_DPPO = Need("dppo_mask", lambda c: c.dppo_mask is not None)
 WHOLE_ROWS = HostLimit(
-    ("klamp train", "trl", "tinker"),
-    "it needs the sampler's probabilities of the whole vocabulary, and the host reports those of sampled tokens",
-    "use rollout_rs='seq_max_k3', which drops other completions; in your own loop grpo_loss takes the exact KL",
-    ("seq_max_exact",),
+    hosts=("klamp train", "trl", "tinker"),
+    why="it needs the sampler's probabilities of the whole vocabulary, and the host has those of sampled tokens",
+    fix="use 'seq_max_k3', which drops other completions; in your own loop grpo_loss takes the exact KL",
+    values=("seq_max_exact",),
 )
 MASKS = ("rollout_rs", "rollout_rs_threshold", "dppo_mask", "dppo_mask_low", "dppo_mask_high")
 """The fields of a trust region that TRL does not have, named as in verl or prime-rl."""

@@ -10,13 +10,8 @@ the surrogate's gradient is that of tokens which the old policy drew; bounding w
     truncate    min(max(w, low), high): biased towards the sampler, and bounded
     mask        w where low <= w <= high, else 0: what is far is dropped
 
-Further masks compare the current policy with the sampler, and set the advantage of what they drop to 0:
-
-    threshold   completions of a negative advantage whose mean log(sampler / policy) exceeds it (DeepSeek-V3.2)
-    rollout_rs  completions that are far from the sampler, whatever their advantage (geometric mean, TRM)
-    dppo_mask   tokens that the policy moved past a bound in the direction of their advantage (DPPO)
-
-Each of them changes which objective is followed; docs/which-kl.md has the numbers.
+The other masks compare the current policy with the sampler, and set the advantage of what they drop to 0: `threshold`
+(DeepSeek-V3.2), `rollout_rs` (TRM, geometric mean), `dppo_mask` (DPPO). Each changes which objective is followed.
 
 A mask is decided by the advantage of the reward. A KL in the advantage stays outside of it, with the weight w of its
 own token: masked with the rest, its gradient would be off by a quarter and more, and where the policy moved most.
@@ -50,10 +45,7 @@ def importance_ratio(policy_logprobs: LogProbs, old_logprobs: LogProbs) -> Token
     return log_ratio(policy_logprobs, old_logprobs.detach()).exp()
 
 
-_BOUNDS = (
-    "it is a distance from 1: the ratio is clipped to [1 - clip_low, 1 + clip_high]",
-    "use values like 0.2 (and 0.28 above, as DAPO does)",
-)
+_BOUNDS = "the ratio is clipped to [1 - clip_low, 1 + clip_high]", "use values like 0.2 (and 0.28 above, as DAPO does)"
 CLIP_LOW, CLIP_HIGH = FROM_0_TO_1.but(*_BOUNDS), AT_LEAST_0.but(*_BOUNDS)
 """Which ratio bounds below and above 1 there are."""
 
@@ -109,12 +101,7 @@ def score_function(policy_logprobs: LogProbs, old_logprobs: LogProbs, advantages
 
 
 def ratio_clipped(
-    policy_logprobs: LogProbs,
-    old_logprobs: LogProbs,
-    advantages: Advantages,
-    *,
-    clip_low: float,
-    clip_high: float,
+    policy_logprobs: LogProbs, old_logprobs: LogProbs, advantages: Advantages, *, clip_low: float, clip_high: float
 ) -> Tensor:
     """Which tokens get no gradient from the clipped surrogate: the ratio is past its bound. [B, T]"""
     ratio = importance_ratio(policy_logprobs.detach(), old_logprobs)
@@ -168,19 +155,14 @@ class TrustRegion:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ConfigError(
-                "the bounds of the ratio to the sampler cross",
-                got=f"low={self.low:g}, high={self.high:g}",
-                why="no ratio lies between them",
-                fix="a lower bound below 1, an upper one above 1",
-            )
+            got, why = f"low={self.low:g}, high={self.high:g}", "no ratio lies between them"
+            fix = "a lower bound below 1, an upper one above 1"
+            raise ConfigError("the bounds of the ratio to the sampler cross", got=got, why=why, fix=fix)
         if self.rollout_rs is not None and (self.rollout_rs_threshold or 0) <= (self.rollout_rs == "seq_mean_k1"):
-            raise ConfigError(
-                f"{self.rollout_rs} has no threshold that it can keep to",
-                got=self.rollout_rs_threshold,
-                why="seq_mean_k1 keeps ratios from 1 / threshold to threshold, the others keep KLs up to it",
-                fix="set rollout_rs_threshold: above 1 for seq_mean_k1 (1.1), in nats for the others (0.05)",
-            )
+            what, got = f"{self.rollout_rs} has no threshold that it can keep to", self.rollout_rs_threshold
+            why = "seq_mean_k1 keeps ratios from 1 / threshold to threshold, the others KLs up to threshold"
+            fix = "set rollout_rs_threshold: above 1 for seq_mean_k1 (1.1), in nats for the others (0.05)"
+            raise ConfigError(what, got=got, why=why, fix=fix)
 
     @property
     def is_set(self) -> bool:
@@ -217,10 +199,9 @@ class Trusted(NamedTuple):
             low = -math.inf if not region.low else math.log(region.low)
             high = math.inf if region.high is None else math.log(region.high)
             outside = (log_w < low) | (log_w > high)
-            bounded = log_w.clamp(low, high).exp()
-            weights = torch.where(outside, 0.0, bounded) if masks else bounded
+            weights = log_w.clamp(low, high).exp()
         kl_weights = ratio.exp() if masks else weights
-        left = _dropped(batch, region, sampler)
+        left = _dropped(batch, region, sampler) | (outside & masks)
         outside, weights = outside | left, torch.where(left, 0.0, weights)
         size = per_token(batch.advantages, weights).abs()
         total = masked_sum(size, mask)
@@ -248,53 +229,45 @@ def _dropped(batch: Batch, region: TrustRegion, sampler: Scored) -> Mask:
     if region.rollout_rs_threshold is not None and region.rollout_rs == "seq_mean_k1":
         dropped |= (masked_mean(delta, mask, -1).abs() > math.log(region.rollout_rs_threshold))[:, None]
     elif region.rollout_rs_threshold is not None and region.rollout_rs is not None:
-        kl = ESTIMATORS["k3"].value(-delta) if region.rollout_rs == "seq_max_k3" else _exact_rows(sampler)
-        dropped |= masked(kl, mask).amax(-1, keepdim=True) > region.rollout_rs_threshold
+        kl = ESTIMATORS["k3"].value(-delta) if region.rollout_rs == "seq_max_k3" else sampler.forward_kl
+        if kl is None:
+            why, got = "it is summed over the vocabulary", "the sampler's log-probabilities of the sampled tokens alone"
+            fix = "set anchors={'sampler': Scored(logprobs, forward_kl=exact_kl(policy_logits, sampler_logits, "
+            fix += "direction='forward'))}, or use seq_max_k3, which drops other completions"
+            raise ConfigError("seq_max_exact needs KL(sampler||policy) at each prefix", got=got, why=why, fix=fix)
+        dropped |= masked(kl.detach(), mask).amax(-1, keepdim=True) > region.rollout_rs_threshold
     if region.dppo_mask is not None:
         p, q, a = policy.exp(), drawn.exp(), per_token(advantages, policy)
-        far = (p - q).abs() if region.dppo_mask == "dppo_tv" else _binary_kl(drawn, policy)
+        rest, other = (-torch.expm1(x.clamp(max=0)) for x in (drawn, policy))
+        binary = q * -delta + torch.xlogy(rest, rest) - torch.xlogy(rest, other)  # the token against all others
+        far = (p - q).abs() if region.dppo_mask == "dppo_tv" else binary
         up, down = (p > q) & (a > 0) & (far > region.dppo_mask_high), (p < q) & (a < 0) & (far > region.dppo_mask_low)
         dropped |= up | down
     return dropped
 
 
-def _exact_rows(sampler: Scored) -> TokenValues:
-    if sampler.forward_kl is None:
-        why, got = "it is summed over the vocabulary", "the sampler's log-probabilities of the sampled tokens alone"
-        fix = "set anchors={'sampler': Scored(logprobs, forward_kl=exact_kl(policy_logits, sampler_logits, "
-        fix += "direction='forward'))}, or use seq_max_k3, which drops other completions"
-        raise ConfigError("seq_max_exact needs KL(sampler||policy) at each prefix", got=got, why=why, fix=fix)
-    return sampler.forward_kl.detach()
-
-
-def _binary_kl(sampler: LogProbs, policy: LogProbs) -> TokenValues:
-    """KL(sampler||policy) of the sampled token against all others together, in nats. [B, T]"""
-    rest, other = (-torch.expm1(x.clamp(max=0)) for x in (sampler, policy))
-    return sampler.exp() * (sampler - policy) + torch.xlogy(rest, rest) - torch.xlogy(rest, other)
-
-
 def effective_sample_size(policy_logprobs: LogProbs, sampler_logprobs: LogProbs, mask: Mask) -> dict[str, Tensor]:
-    """The effective sample size by the raw weights w, as a share: of n tokens, of n completions.
+    """The effective sample size by the raw weights w, as a share: of n tokens, of n completions. 1 on-policy.
 
-    Equation: (sum w)^2 / (n sum w^2), w = policy / sampler of a token, or its product over a completion. 1 on-policy.
+    Equation: (sum w)^2 / (n sum w^2), w = policy / sampler of a token, or its product over a completion.
     """
     delta = masked_log_ratio(policy_logprobs, sampler_logprobs, mask)
-    levels = {"sampler/ess": (delta, mask), "sampler/ess_sequence": (delta.sum(-1), mask.any(-1))}
-    logs = {name: log_w.masked_fill(~counted, -math.inf).flatten() for name, (log_w, counted) in levels.items()}
-    sizes = {name: (2 * x.logsumexp(0) - (2 * x).logsumexp(0)).exp() for name, x in logs.items()}
-    return {name: (size / levels[name][1].sum()).nan_to_num(0.0) for name, size in sizes.items()}
+
+    def share(log_w: Tensor, counted: Tensor) -> Tensor:
+        x = log_w.masked_fill(~counted, -math.inf).flatten()
+        return ((2 * x.logsumexp(0) - (2 * x).logsumexp(0)).exp() / counted.sum()).nan_to_num(0.0)
+
+    return {"sampler/ess": share(delta, mask), "sampler/ess_sequence": share(delta.sum(-1), mask.any(-1))}
 
 
 def trm_bound(kl: TokenValues, mask: Mask) -> Tensor:
     """TRM's bound on |J(policy) - J(sampler) - E[R sum_t (w_t - 1)]|, for rewards R between 0 and 1.
 
     Equation: min(T (T - 1) D, 4/3 T^1.5 D, 2 T sqrt(D D_seq)). T = longest completion, D = largest KL of a prefix,
-    D_seq = mean KL of a completion. No guarantee: D is that of the prefixes that were drawn, and the bound needs that
-    of all. From 1 on it is empty: no two rewards differ by more.
+    D_seq = mean KL of a completion. An estimate, no guarantee: the bound needs D of all prefixes, not of those drawn.
+    From 1 on it is empty: no two rewards differ by more.
 
-    Shapes: `kl` exact KL(sampler||policy) in nats, `mask`, both [B, T] -> scalar.
-
-    Source: arXiv:2512.23075
+    Shapes: `kl` exact KL(sampler||policy) in nats, `mask`, both [B, T] -> scalar. Source: arXiv:2512.23075
     """
     kl = masked(kl.detach(), mask)
     length, largest, of_completion = mask.sum(-1).max(), kl.max(), kl.sum() / mask.any(-1).sum().clamp(min=1)

@@ -182,7 +182,7 @@ def explain_config(
     """
     setting, teacher = setting or Setting(), teacher if teacher is not None and teacher.there else None
     around = [("paper", setting.paper)] if setting.paper else []
-    around += [("trust region", text) for text in _explain_trust(loss, setting.length)]
+    around += [("trust region", text) for text in _explain_trust(loss, setting.length)] if loss.trust.is_set else []
     loss = replace(loss, rollout_rs=None, rollout_rs_threshold=None)  # the KL stays outside of masks
     if not kl.needs_reference and teacher is None:
         text = "No KL: beta is 0, no reference is loaded, and it costs nothing."
@@ -263,9 +263,8 @@ def _explain_end(kl: KLConfig, loss: LossConfig, setting: Setting, teacher: Teac
 def measure_trust(loss: LossConfig, lag: float) -> list[float]:
     """What a policy loss follows on the tokens of a sampler that the policy left by a lag, by enumeration.
 
-    KL(sampler||policy) per token; in norms of the expected reward's gradient the error against it, the error against it
-    at the sampler's prefixes, and what a constant advantage leaves; the share of the advantages' size that is cut. A
-    loss that weighs by old policy / sampler is shown a mismatch of the two.
+    KL(sampler||policy) per token; relative to the gradient of the expected reward the error against it, the error
+    against it at the sampler's prefixes, and what a constant advantage leaves; the share of the advantages that is cut.
     """
     objective = replace(build_objective(NO_KL, loss, max_length=LENGTH), reduction="sequence_sum")
     return torch.stack([_followed(objective, lag, seed) for seed in SEEDS]).mean(0).tolist()
@@ -273,9 +272,9 @@ def measure_trust(loss: LossConfig, lag: float) -> list[float]:
 
 def _followed(objective: Objective, lag: float, seed: int) -> Tensor:
     drawn = random_chain(seed, vocab=4, length=LENGTH, eos=None)
-    sampler = drawn.policy_logits.detach()
+    sampler, generator = drawn.policy_logits.detach(), torch.Generator().manual_seed(seed)
     chain = Chain(sampler + lag * drawn.ref_logits, sampler, sampler, length=LENGTH)
-    y, generator = enumerate_outcomes(chain), torch.Generator().manual_seed(seed)
+    y = enumerate_outcomes(chain)
     reward, one = torch.randn(y.probs.shape, generator=generator, dtype=torch.float64), torch.ones_like(y.probs)
     reward, kl = reward - y.probs @ reward, exact_kl(y.policy_logits, y.ref_logits, direction="forward").detach()
     scores = {"policy_logprobs": y.policy_logprobs, "mask": y.mask, "sampler.logprobs": y.sampler_logprobs}
@@ -284,23 +283,21 @@ def _followed(objective: Objective, lag: float, seed: int) -> Tensor:
     outputs = [grpo_loss(batch, objective) for batch in batches]
     pull, *constant = (-gradient_of(output.loss, chain) for output in outputs)
     whole = gradient_of(y.policy_logprobs.sum(-1).exp() @ reward, chain)
-    of_prefixes = gradient_of(y.probs @ (y.weight * reward[:, None]).sum(-1), chain)
-    sizes = torch.stack([x.norm() for x in (pull - whole, pull - of_prefixes, max(constant, key=torch.norm))])
-    cut = outputs[0].metrics["sampler/advantage_cut"]
-    return torch.cat([(y.probs @ kl).mean()[None], sizes / whole.norm(), cut[None]])
+    errors = pull - whole, pull - gradient_of(y.probs @ (y.weight * reward[:, None]).sum(-1), chain)
+    sizes = [x.norm() / whole.norm() for x in (*errors, max(constant, key=torch.norm))]
+    return torch.stack([(y.probs @ kl).mean(), *sizes, outputs[0].metrics["sampler/advantage_cut"]])
 
 
 def _explain_trust(loss: LossConfig, length: int) -> Iterator[str]:
-    """The trust region to the sampler, what the policy loss follows under it, and TRM's bound; nothing without one."""
-    yield from [str(loss.trust)] * loss.trust.is_set
-    for lag in (0.1, 0.5) if loss.trust.is_set else ():
+    """The trust region to the sampler, what the policy loss follows under it, and TRM's bound."""
+    yield str(loss.trust)
+    for lag in (0.1, 0.5):
         distance, *shares = measure_trust(loss, lag)
         policy, prefixes, residue, cut = (f"{100 * x:.0f} %" for x in shares)
         text = f"{distance:.1g} nats per token from the sampler: {policy} off the policy's gradient, {prefixes} off it "
         yield f"{text}at the sampler's prefixes; a constant advantage leaves {residue}; {cut} of the advantages cut"
     if loss.rollout_rs == "seq_max_exact":
-        kl = torch.full((1, length), float(loss.rollout_rs_threshold or 0))
-        bound = float(trm_bound(kl, kl >= 0))
+        bound = float(trm_bound(torch.full((1, length), loss.rollout_rs_threshold or 0.0), torch.ones(1, length) > 0))
         empty = "; empty: rewards between 0 and 1 differ by no more than 1" * (bound >= 1)
         yield f"TRM's bound at {length} tokens: {bound:.3g}, an estimate from the prefixes drawn, no guarantee{empty}"
 

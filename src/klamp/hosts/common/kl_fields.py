@@ -35,7 +35,7 @@ def _fields(config: Any, unset: str) -> list[tuple[str, Any, Any]]:
     return [_field(x, kinds[x], f"{texts[x]} {unset.format(fields[x].default)}") for x in _names(config)]
 
 
-_OTHER_NAMES = [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()]
+_ALIASES = [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()]
 _OF_KL = _fields(KLConfig, "Unset: {!r}, or the host's own KL if no KL field is set.")
 _OF_TEACHER = _fields(TeacherConfig, "Unset: {!r}.")
 _OF_TRUST = _fields(LossConfig, "Unset: {!r}.")
@@ -50,8 +50,7 @@ def _new(cls: Any, *_: Any, **options: Any) -> Any:
 
 
 _SPACE = {"__module__": __name__, "__new__": _new}
-_ALL = [*_OTHER_NAMES, *_OF_KL, *_OF_TEACHER, *_OF_TRUST]
-KLFields: Any = dataclasses.make_dataclass("KLFields", _ALL, namespace=_SPACE)
+KLFields: Any = dataclasses.make_dataclass("KLFields", _ALIASES + _OF_KL + _OF_TEACHER + _OF_TRUST, namespace=_SPACE)
 """The fields of `klamp.KLConfig` but `beta`, of `klamp.TeacherConfig`, and the masks of `klamp.LossConfig`."""
 TeacherFields: Any = dataclasses.make_dataclass("TeacherFields", _OF_TEACHER, namespace=_SPACE)
 
@@ -100,12 +99,7 @@ def teacher_config(args: Any) -> TeacherConfig | None:
 def read_again(args: Any) -> tuple[KLConfig | None, TeacherConfig | None, TrustRegion]:
     """The configurations of a host's arguments, without the warnings that were given when these were made."""
     with warnings.catch_warnings(action="ignore", category=KLWarning):
-        return kl_config(args), teacher_config(args), trust_config(args).trust
-
-
-def trust_config(args: Any) -> LossConfig:
-    """The masks of a host's arguments that klamp adds to its trust region to the sampler."""
-    return LossConfig(**touched(args, LossConfig))
+        return kl_config(args), teacher_config(args), LossConfig(**touched(args, LossConfig)).trust
 
 
 def one_teacher_refusals(teacher: TeacherConfig) -> list[Refusal]:

@@ -70,10 +70,9 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
             settle_reference(kl, self)
             check_arguments(kl, self)
         if teacher is not None and teacher.there:
-            shifted = teacher.teacher_placement == "advantage"
-            options = "teacher_placement='advantage'"
-            refuse([*kl_fields.one_teacher_refusals(teacher), *advantage_refusals(options, shifted, self)])
-        loss = kl_fields.trust_config(self)
+            option, shifted = "teacher_placement='advantage'", teacher.teacher_placement == "advantage"
+            refuse([*kl_fields.one_teacher_refusals(teacher), *advantage_refusals(option, shifted, self)])
+        loss = LossConfig(**kl_fields.touched(self, LossConfig))
         refuse([*host_refusals(loss, "TRL"), *advantage_refusals("dppo_mask and rollout_rs", loss.trust.is_set, self)])
         super().__post_init__()
         if kl is not None:

@@ -91,12 +91,11 @@ class LossHook:
         if threshold is not None:
             sampler = self.inputs.get("sampling_per_token_logps", old)
             keeps = keeps & trainer.get_off_policy_mask(rewards, policy, sampler, batch.mask, threshold)
-        session: Session = trainer._klamp
-        if session.trust.is_set:
-            trusted = Trusted.of(batch, session.trust)
+        if (region := trainer._klamp.trust).is_set:
+            trusted = Trusted.of(batch, region)
             keeps = keeps & (trusted.weights > 0)
-            shares = {name: x for name, x in trusted.metrics.items() if name.endswith("_cut")}
-            session.windows[mode_of(trainer)].add_means(shares, batch.mask, batch.mask)
+            cut = {name: x for name, x in trusted.metrics.items() if name.endswith("_cut")}
+            trainer._klamp.windows[mode_of(trainer)].add_means(cut, batch.mask, batch.mask)
         inputs["importance_sampling_ratio"] = torch.where(keeps, ratio, own)  # TRL's factor of both
         less = advantages_less_kl(replace(batch, advantages=torch.zeros_like(batch.advantages)), self.terms)
         return torch.where(keeps, rewards, 0.0) + less.view(len(rewards), -1) * torch.where(keeps, own / ratio, 1.0)
