@@ -159,7 +159,7 @@ class TrustRegion:
             fix = "a lower bound below 1, an upper one above 1"
             raise ConfigError("the bounds of the ratio to the sampler cross", got=got, why=why, fix=fix)
         if self.rollout_rs is not None and (self.rollout_rs_threshold or 0) <= (self.rollout_rs == "seq_mean_k1"):
-            what, got = f"{self.rollout_rs} has no threshold that it can keep to", self.rollout_rs_threshold
+            what, got = f"{self.rollout_rs} has no threshold that it can keep to", f"{self.rollout_rs_threshold}"
             why = "seq_mean_k1 keeps ratios from 1 / threshold to threshold, the others KLs up to threshold"
             fix = "set rollout_rs_threshold: above 1 for seq_mean_k1 (1.1), in nats for the others (0.05)"
             raise ConfigError(what, got=got, why=why, fix=fix)
@@ -255,7 +255,7 @@ def effective_sample_size(policy_logprobs: LogProbs, sampler_logprobs: LogProbs,
 
     def share(log_w: Tensor, counted: Tensor) -> Tensor:
         x = log_w.masked_fill(~counted, -math.inf).flatten()
-        return ((2 * x.logsumexp(0) - (2 * x).logsumexp(0)).exp() / counted.sum()).nan_to_num(0.0)
+        return ((2 * x.logsumexp(0) - (2 * x).logsumexp(0)).exp() / counted.sum()).clamp(max=1).nan_to_num(0.0)
 
     return {"sampler/ess": share(delta, mask), "sampler/ess_sequence": share(delta.sum(-1), mask.any(-1))}
 
