@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from klamp.doctor.alarm import Alarm, Limit
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.metrics import LOGS, METRICS, Logs, MetricRow
 from klamp.hosts.common.versions import HOSTS
-from klamp.verify.explain import ConfigFacts, measure_config
+from klamp.verify.explain import ConfigFacts, measure_config, measure_trust
 from klamp.verify.oracle import IN_WORDS
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
 
@@ -46,6 +46,26 @@ TERMS: Sequence[tuple[str, Mapping[str, str]]] = (
     ("`k1` in the reward", {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}),
 )
 """What the table of gradients over completions shows."""
+WEIGHED = {"surrogate": "score_function", "vllm_importance_sampling_clip_max": None}
+UNCLIPPED = {"surrogate": "cispo", "epsilon": 1.0, "epsilon_high": 1e9}
+MODE, MAX, MIN = (f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min"))
+NEVER: Mapping[str, Any] = {"off_policy_mask_threshold": 1e9}
+REGIONS: Sequence[tuple[str, Mapping[str, Any]]] = (
+    ("no weight", NEVER | {"surrogate": "score_function"}),
+    ("PPO's clip, `epsilon: 0.2`", NEVER),
+    ("`token_truncate`, unbounded: the token's ratio", WEIGHED | {MODE: "token_truncate"}),
+    ("`token_truncate` at 1.2", WEIGHED | {MODE: "token_truncate", MAX: 1.2}),
+    ("`sequence_truncate`, unbounded: the completion's ratio", WEIGHED | {MODE: "sequence_truncate"}),
+    ("IcePop: `token_mask` 0.5 to 2", WEIGHED | {MODE: "token_mask", MIN: 0.5, MAX: 2.0}),
+    ("IcePop: `token_mask` 0.8 to 1.25", WEIGHED | {MODE: "token_mask", MIN: 0.8, MAX: 1.25}),
+    ("`dppo_tv` 0.1", UNCLIPPED | {"dppo_mask": "dppo_tv", "dppo_mask_low": 0.1, "dppo_mask_high": 0.1}),
+    ("`dppo_kl` 0.02", UNCLIPPED | {"dppo_mask": "dppo_kl", "dppo_mask_low": 0.02, "dppo_mask_high": 0.02}),
+    ("TRM: `seq_max_exact` 0.1", UNCLIPPED | {"rollout_rs": "seq_max_exact", "rollout_rs_threshold": 0.1}),
+    ("`seq_max_k3` 0.1", UNCLIPPED | {"rollout_rs": "seq_max_k3", "rollout_rs_threshold": 0.1}),
+    ("geometric mean: `seq_mean_k1` 1.1", UNCLIPPED | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.1}),
+    ("DeepSeek-V3.2: `off_policy_mask_threshold` 0.05", UNCLIPPED | {"off_policy_mask_threshold": 0.05}),
+)
+"""What the table of trust regions shows; `UNCLIPPED` gives each token its ratio to the sampler."""
 EXACT = ("sum_v policy_v delta_v", "unbiased", "where the logits of both models fit into memory")
 """Formula, bias and use of the exact KL, which is no estimator of a sampled token."""
 
@@ -53,7 +73,7 @@ EXACT = ("sum_v policy_v delta_v", "unbiased", "where the logits of both models 
 def which_kl_page() -> str:
     """The page on the choices of a KL, with the measured tables of estimators and terms between their marks."""
     page = (DOCS / "which-kl.md").read_text(encoding="utf-8")
-    for name, table in (("estimators", _estimators()), ("terms", _terms())):
+    for name, table in (("estimators", _estimators()), ("terms", _terms()), ("trust", _trust())):
         begin, end = f"<!-- {name}: written by `python docs/generate.py` -->", f"<!-- end of {name} -->"
         head, tail = page.partition(begin)[0], page.partition(end)[2]
         page = "\n".join((head + begin, "", *table, "", end + tail))
@@ -69,6 +89,19 @@ def _estimators() -> list[str]:
 def _terms() -> list[str]:
     headings = ("term", "follows", "share", "cosine", "noise")
     return _table(headings, [_over_completions(name, measure(fields)) for name, fields in TERMS])
+
+
+def _trust() -> list[str]:
+    headings = ("rule", "off the policy's gradient", "off it at the sampler's prefixes", "constant advantage", "cut")
+    rows = [(name, *_followed(fields)) for name, fields in REGIONS]
+    rows[:2] = [(*row[:-1], "-") for row in rows[:2]]  # no region cuts there
+    return _table(headings, rows)
+
+
+def _followed(fields: Mapping[str, Any]) -> Iterator[str]:
+    with warnings.catch_warnings(action="ignore", category=KLWarning):
+        near, far = (measure_trust(LossConfig(**fields), lag)[1:] for lag in (0.1, 0.5))
+    return (f"{100 * a:.0f} / {100 * b:.0f} %" for a, b in zip(near, far, strict=True))
 
 
 def measure(fields: Mapping[str, str]) -> ConfigFacts:

@@ -43,7 +43,7 @@ CASES: dict[str, Right] = {
     "entropy-rises-sound.json": Right({}, 3, "policy/entropy", ("no alarm in what was looked at",)),
     "entropy-rises-sound.json --beta 0": Right({}, 0, "policy/entropy", ("no alarm; 7 of 24",)),
     "kl-coef-negative.jsonl": Right(
-        {"negative-beta": 1, KL_GROWING: 50, "entropy-collapse": 95}, 1, "beta kl/k3", ("beta is -0.001: a bonus for distance",)
+        {"negative-beta": 1, KL_GROWING: 50, "entropy-collapse": 95}, 1, "beta kl/k3", ("beta is -0.001: a bonus",)
     ),
     "logprob-one-masked-ones.jsonl": Right({}, 0, "kl/k3 sampler/k3", ("no alarm",)),
     "nemo-moe-invalid-steps.jsonl": Right(

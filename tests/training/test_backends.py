@@ -18,6 +18,7 @@ OFTEN = {"num_iterations": 2}
 A_STEP = "counts every update as a step"
 MOVES = "do not hold the moved reference"
 
+EXACT_ROWS = {"rollout_rs": "seq_max_exact", "rollout_rs_threshold": 0.1}
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "trl": [
         NO_LOSS,
@@ -54,6 +55,8 @@ NOT_ALONE = [
     ("trl", {"teacher_kind": "ema"}, "cannot be honoured by TRL"),
     ("trl", {"teacher_model": "there", "num_generations": 1, "reward": "none"}, "compares the completions"),
     ("local", {"sampler": "vllm"}, "set backend to trl"),
+    *((backend, EXACT_ROWS, "cannot be honoured by klamp train") for backend in ("local", "trl")),
+    ("verl", {"dppo_mask": "dppo_tv"}, "verl has its own"),
     *((backend, {"reference": "adapter_off"}, "needs an adapter") for backend in ("local", "trl")),
     ("local", {"reference": "ema", "ref_model": "another"}, "does not use ref_model"),
 ]
@@ -67,6 +70,7 @@ ALLOWED = [
     ("trl", {"reference": "ema"}),
     ("trl", {"gradient_accumulation_steps": 8, "num_iterations": 3}),
     ("trl", {"sampler": "vllm"}),
+    ("trl", {"rollout_rs": "seq_max_k3", "rollout_rs_threshold": 0.1, "dppo_mask": "dppo_kl"}),
     ("verl", {"verl_args": ["~data.seed", "+new.key=1"], "sampler": "vllm"}),
 ]
 

@@ -15,7 +15,7 @@ from klamp.config import KLConfig, LossConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import kl_penalty
 from klamp.verify import convergence
-from klamp.verify.explain import Setting, equations, explain_config
+from klamp.verify.explain import Setting, equations, explain_config, measure_trust
 from klamp.verify.judge import Explanation
 from klamp.verify.proofs.values import measure_estimators
 
@@ -166,3 +166,25 @@ def test_what_is_added_and_where() -> None:
     assert prefix[2] == "gradient of penalty_t = (rho_t delta_t + sum over later j of rho_j k3_j) grad log policy_t"
     assert "sum over later j of exact_j" in lines(kl_estimator="exact", kl_horizon="sequence")[2]
     assert lines(kl_estimator="exact", kl_gradient="forward")[2].endswith("sum_v ref_v (log ref_v - log policy_v)")
+
+
+def test_a_trust_region_is_explained_by_what_is_measured_under_its_own_bounds() -> None:
+    """The token's ratio is exact at the sampler's prefixes, that of the completion everywhere; a mask is neither."""
+    weight = {"surrogate": "score_function", "vllm_importance_sampling_clip_max": None}
+    token, whole = (weight | {"vllm_importance_sampling_mode": f"{x}_truncate"} for x in ("token", "sequence"))
+    for fields, zero in ((token, 2), (whole, 1)):
+        measured = measure_trust(LossConfig(**fields), 0.5)
+        assert measured[zero] < 1e-14 and measured[3] < 1e-14 and measured[4] == 0 and measured[3 - zero] > 0.2
+    free = {"surrogate": "cispo", "epsilon": 1.0, "epsilon_high": 1e9}
+    trm = LossConfig(**free, rollout_rs="seq_max_exact", rollout_rs_threshold=0.1)
+    near, far = (measure_trust(trm, lag) for lag in (0.1, 0.5))
+    assert near[2] < 1e-14 and min(far[1:]) > 0.1
+    wide, narrow = (LossConfig(**free, dppo_mask="dppo_tv", dppo_mask_low=x, dppo_mask_high=x) for x in (0.2, 0.05))
+    assert measure_trust(wide, 0.5)[2] < measure_trust(narrow, 0.5)[2]
+    lines = [text for label, text in explain(trm, Setting(length=4096)).lines if label == "trust region"]
+    assert lines[0] == "rollout_rs seq_max_exact, rollout_rs_threshold 0.1"
+    assert f"{100 * far[1]:.0f} % off the policy's gradient" in lines[2]
+    assert "an estimate from the prefixes drawn, no guarantee; empty" in lines[3]
+    short = explain(dataclasses.replace(trm, rollout_rs_threshold=1e-4), Setting(length=20), beta=0.0)
+    assert short.lines[-1][1].endswith("0.0119, an estimate from the prefixes drawn, no guarantee")
+    assert "trust region" not in dict(explain().lines)

@@ -15,7 +15,7 @@ import numpy as np
 
 from klamp.audit.capture import Array, Capture, Tokens
 from klamp.audit.fit import MEANS, Fit, at_zero, explain
-from klamp.audit.forms import Form, k3
+from klamp.audit.forms import Form, k3, masks
 from klamp.audit.inputs import advantage_form, examine_inputs
 from klamp.audit.verdict import CheckFinding, Verdict, finding
 
@@ -191,7 +191,8 @@ class Reading:
         if sign <= 0:
             self.say("policy-absent" if sign == 0 else "policy-reversed")
         if fit is not None and fit.policy is not None and fit.on < 1:
-            self.say("policy-gated", off=1 - fit.on)
+            names = " or ".join(masks(t, fit.policy.factor == 0)) or "a clip or a mask"
+            self.say("policy-gated", off=1 - fit.on, by=names)
 
     def _divergence(self) -> None:
         t, fit, kinds = self.t, self.explained.best, self.explained.kinds

@@ -145,6 +145,31 @@ def _sampler_weights(t: Tokens) -> Iterator[tuple[str, Array]]:
                 yield f" x {level}{name} up to {cap:g}", w * (w <= cap)
 
 
+def masks(t: Tokens, off: Array) -> list[str]:
+    """The clips and masks that drop these tokens of a policy loss and no others, each at bounds of its own."""
+    other = t.old if t.sampler is None else t.sampler
+    if other is None or t.advantage is None:
+        return []
+    x, p, q, a = t.policy - other, np.exp(t.policy), np.exp(other), np.sign(t.advantage)
+    binary = -q * x + (1 - q) * np.log((1 - q + 1e-30) / (1 - p + 1e-30))
+    distances = {  # name -> a distance, and what tells its two sides apart, which may have two bounds
+        "dppo_tv": (a * (p - q), a),
+        "dppo_kl": (a * np.sign(x) * binary, a),
+        "a clip of the ratio": (a * x, a),
+        "token_mask (IcePop)": (np.abs(x), x),
+        "sequence_mask": (np.abs(t.total(x)), t.total(x)),
+        "seq_mean_k1": (np.abs(t.average(x)), t.average(x)),
+        "seq_max_k3": (np.maximum.reduceat(k3(-x), t.first)[t.row], a * 0),
+        "off_policy_mask_threshold": (-t.average(x) * (a < 0), a * 0),
+    }
+    used = (a != 0) & (np.abs(t.log_r) <= FARTHEST)
+    return [
+        name
+        for name, (far, side) in distances.items()
+        if all(np.all(far[x & off] > far[x & ~off].max(initial=0.0)) for x in (used & (side > 0), used & (side <= 0)))
+    ]
+
+
 def advantage_forms(t: Tokens, policy: Form) -> list[Form]:
     """KLs that the loss subtracts from the advantages: they carry the policy loss's own factor."""
     pulls = {} if t.ref is None else {name: policy.factor * course for name, course in t.courses.items()}

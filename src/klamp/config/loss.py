@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from klamp.config import anchor
-from klamp.config.fields import Need, like, one_of, setting, without_effect
+from klamp.config.fields import HostLimit, Need, like, one_of, setting, without_effect
 from klamp.config.kl import KLConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.core.advantages import Baseline, Scale
 from klamp.core.arguments import AT_LEAST_1, check_fields, check_instance, check_number
 from klamp.core.objective import Objective, SurrogateName
-from klamp.core.surrogates import CLIP_HIGH, TrustMode, TrustRegion
+from klamp.core.surrogates import CLIP_HIGH, DPPOMask, Rejection, TrustMode, TrustRegion
 from klamp.core.term import Placement, Weighted
 from klamp.core.types import Direction, Reduction
 from klamp.errors import ConfigError, KLWarning
@@ -51,6 +51,24 @@ TRL_LOSS_TYPES: Mapping[str, Reduction | None] = {
 
 A_RATIO = one_of("surrogate", "ppo_clip", "cispo")
 A_MODE = Need("vllm_importance_sampling_mode", lambda c: c.vllm_importance_sampling_mode is not None)
+A_REJECTION = Need("rollout_rs", lambda c: c.rollout_rs is not None)
+A_DPPO = Need("dppo_mask", lambda c: c.dppo_mask is not None)
+WHOLE_ROWS = HostLimit(
+    hosts=("klamp train", "trl", "tinker"),
+    why="it needs the sampler's probabilities of the whole vocabulary, and the host has those of sampled tokens",
+    fix="use 'seq_max_k3', which drops other completions; in your own loop grpo_loss takes the exact KL",
+    values=("seq_max_exact",),
+)
+MASKS = ("rollout_rs", "rollout_rs_threshold", "dppo_mask", "dppo_mask_low", "dppo_mask_high")
+"""The fields of a trust region that TRL does not have, named as in verl or prime-rl."""
+TRUST: Mapping[str, str] = {
+    "vllm_importance_sampling_mode": "mode",
+    "vllm_importance_sampling_clip_min": "low",
+    "vllm_importance_sampling_clip_max": "high",
+    "off_policy_mask_threshold": "threshold",
+    **{name: name for name in MASKS},
+}
+"""Field of `LossConfig`, named as in TRL where it has it -> field of `TrustRegion`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +104,11 @@ class LossConfig:
     vllm_importance_sampling_clip_max: float | None = like(TrustRegion, "high", needs=(A_MODE,))
     vllm_importance_sampling_clip_min: float | None = like(TrustRegion, "low", needs=(A_MODE,))
     off_policy_mask_threshold: float | None = like(TrustRegion, "threshold")
+    rollout_rs: Rejection | None = like(TrustRegion, "rollout_rs", limits=(WHOLE_ROWS,))
+    rollout_rs_threshold: float | None = like(TrustRegion, "rollout_rs_threshold", needs=(A_REJECTION,))
+    dppo_mask: DPPOMask | None = like(TrustRegion, "dppo_mask")
+    dppo_mask_low: float = like(TrustRegion, "dppo_mask_low", needs=(A_DPPO,))
+    dppo_mask_high: float = like(TrustRegion, "dppo_mask_high", needs=(A_DPPO,))
     advantage_baseline: Baseline = setting("leave_one_out", ignored_by=anchor.TINKER)
     """What rewards are compared with: leave_one_out (mean of the group's others), or mean (of all, as in GRPO)."""
 
@@ -103,12 +126,7 @@ class LossConfig:
     @property
     def trust(self) -> TrustRegion:
         """The trust region to the sampler."""
-        return TrustRegion(
-            mode=self.vllm_importance_sampling_mode,
-            low=self.vllm_importance_sampling_clip_min,
-            high=self.vllm_importance_sampling_clip_max,
-            threshold=self.off_policy_mask_threshold,
-        )
+        return TrustRegion(**{of_region: getattr(self, name) for name, of_region in TRUST.items()})
 
     @property
     def scale(self) -> Scale:

@@ -16,6 +16,7 @@ import yaml
 
 from klamp.config import LOSS_TYPES, KLConfig
 from klamp.config.fields import host_refusals
+from klamp.config.loss import TRUST
 from klamp.errors import ConfigError, Refusal, TrainingStopped, refuse
 from klamp.hosts.common.kl_fields import one_teacher_refusals
 from klamp.hosts.common.versions import caution_beside, check_version
@@ -33,8 +34,6 @@ ONLY: Mapping[str, tuple[Backend, ...]] = {
     "sampler_url": ("trl",),
 }
 """Field -> the backends that it has a meaning for."""
-CLIP = "vllm_importance_sampling_clip"
-TRUST = f"vllm_importance_sampling_mode {CLIP}_max {CLIP}_min off_policy_mask_threshold"  # to the sampler
 MOVING = ("ema", "periodic")  # references that move during a run
 
 
@@ -150,7 +149,7 @@ VERL = (
         "verl's schedules are constant and cosine",
         applies=lambda c: c.optim.lr_scheduler_type == "linear",
     ),
-    Rule(TRUST, "verl has its own correction", "leave it out; verl_args takes algorithm.rollout_correction"),
+    Rule(" ".join(TRUST), "verl has its own", "leave it out; verl_args takes algorithm.rollout_correction, loss_mode"),
     Rule(
         "temperature",
         "verl's teacher engine scores at temperature 1, at any temperature of the policy",
@@ -183,6 +182,7 @@ def check_backend(config: TrainConfig) -> None:
     """Refuse options that the backend of a run cannot honour, or would ignore; before any work."""
     backend, values, defaults = config.run.backend, config.flat(), TrainConfig().flat()
     rules, hosted = BACKENDS[backend]
+    refuse(host_refusals(config.loss, "klamp train"))
     elsewhere = (
         Rule(field, f"it is an option of {' and '.join(owners)}", f"leave it out, or set backend to {owners[0]}")
         for field, owners in ONLY.items()

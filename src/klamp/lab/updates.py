@@ -19,6 +19,7 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.masking import masked_log_ratio, masked_mean, repeated_share, upcast
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.penalty import kl_metrics
+from klamp.core.surrogates import effective_sample_size
 from klamp.core.term import measure
 from klamp.core.types import Batch, Direction
 from klamp.doctor.metrics import check_metrics
@@ -117,6 +118,7 @@ def loss_metrics(context: Context, rollout: Rollout, scores: Scores, objective: 
     batch = scored_batch(context, rollout, scores, objective)
     metrics: dict[str, Tensor | float] = {"train/kl_penalty": 0.0}
     metrics |= grpo_loss(batch, objective, totals=rollout.totals).metrics
+    metrics |= effective_sample_size(scores.logprobs, rollout.completions.sampler_logprobs, rollout.mask)
     if scores.exact is not None and context.exact_everywhere:
         metrics["kl/exact"] = masked_mean(scores.exact, rollout.kl_mask)
     if rollout.old_logprobs is not None:
@@ -175,7 +177,7 @@ OF_KL_TOKENS = ("k1", "k3", "k3_sequence", "exact", "log_ratio_max", "log_ratio_
 """Metrics `kl/NAME` over the tokens that carry the KL to the reference, if any do."""
 OF_THE_LAST = (  # how far a step's updates moved the policy from the sampler: before the first one the ratio is 1
     *("policy/ratio_clipped", "policy/kl_old", "kl/weights_truncated"),
-    *("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut"),
+    *("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut", "sampler/ess", "sampler/ess_sequence"),
 )
 
 

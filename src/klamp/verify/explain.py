@@ -8,14 +8,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import cast, get_args
 
 import torch
+from torch import Tensor
 
-from klamp.config import KLConfig, LossConfig
+from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.describe import (
     describe_average,
     describe_clip,
@@ -28,15 +29,17 @@ from klamp.config.kl import wide_clip
 from klamp.config.loss import Price, configured_price, kl_reduction
 from klamp.config.teacher import TeacherConfig
 from klamp.core.clipping import clip_gate, kl_budget
-from klamp.core.estimators import ESTIMATORS
+from klamp.core.estimators import ESTIMATORS, exact_kl
 from klamp.core.gradients import kl_penalty
+from klamp.core.objective import Objective, grpo_loss
+from klamp.core.surrogates import trm_bound
 from klamp.core.term import KLTerm
 from klamp.core.types import Direction
 from klamp.verify.convergence import BETA, COEF, follow, teacher_price, worlds
 from klamp.verify.judge import Explanation, Line, far_faults
-from klamp.verify.one_step import NO_KL, Scene, StepReport, examine_config, quietly, scene
-from klamp.verify.oracle import IN_WORDS, Pull, cosine, local_kl, pull_of, say_of, truths
-from klamp.verify.worlds import Who
+from klamp.verify.one_step import NO_KL, Scene, StepReport, batch_of, examine_config, quietly, scene
+from klamp.verify.oracle import IN_WORDS, Pull, cosine, gradient_of, local_kl, pull_of, say_of, truths
+from klamp.verify.worlds import Chain, Who, enumerate_outcomes, random_chain
 
 SEEDS = range(4)
 LENGTH = 3
@@ -179,6 +182,8 @@ def explain_config(
     """
     setting, teacher = setting or Setting(), teacher if teacher is not None and teacher.there else None
     around = [("paper", setting.paper)] if setting.paper else []
+    around += [("trust region", text) for text in _explain_trust(loss, setting.length)] if loss.trust.is_set else []
+    loss = replace(loss, rollout_rs=None, rollout_rs_threshold=None)  # the KL stays outside of masks
     if not kl.needs_reference and teacher is None:
         text = "No KL: beta is 0, no reference is loaded, and it costs nothing."
         lines = [("monitor", "kl_monitor=True loads a reference and measures the KL"), *around]
@@ -252,6 +257,49 @@ def _explain_end(kl: KLConfig, loss: LossConfig, setting: Setting, teacher: Teac
         lines.append(("mix", f"{mix}, normalised: {costs}"))
     who = "ref" if teacher is None else "mix" if held else "teacher"
     return [*lines, ("ends", where_it_ends(kl, loss, teacher, who, rewarded=setting.rewarded))]
+
+
+@cache
+def measure_trust(loss: LossConfig, lag: float) -> list[float]:
+    """What a policy loss follows on the tokens of a sampler that the policy left by a lag, by enumeration.
+
+    KL(sampler||policy) per token; relative to the gradient of the expected reward the error against it, the error
+    against it at the sampler's prefixes, and what a constant advantage leaves; the share of the advantages that is cut.
+    """
+    objective = replace(build_objective(NO_KL, loss, max_length=LENGTH), reduction="sequence_sum")
+    return torch.stack([_followed(objective, lag, seed) for seed in SEEDS]).mean(0).tolist()
+
+
+def _followed(objective: Objective, lag: float, seed: int) -> Tensor:
+    drawn = random_chain(seed, vocab=4, length=LENGTH, eos=None)
+    sampler, generator = drawn.policy_logits.detach(), torch.Generator().manual_seed(seed)
+    chain = Chain(sampler + lag * drawn.ref_logits, sampler, sampler, length=LENGTH)
+    y = enumerate_outcomes(chain)
+    reward, one = torch.randn(y.probs.shape, generator=generator, dtype=torch.float64), torch.ones_like(y.probs)
+    reward, kl = reward - y.probs @ reward, exact_kl(y.policy_logits, y.ref_logits, direction="forward").detach()
+    scores = {"policy_logprobs": y.policy_logprobs, "mask": y.mask, "sampler.logprobs": y.sampler_logprobs}
+    scores |= {"sampler.forward_kl": kl} | ({} if objective.trust.mode else {"old_logprobs": y.sampler_logprobs})
+    batches = (batch_of(scores, advantages=len(one) * y.probs * x) for x in (reward, one, -one))
+    outputs = [grpo_loss(batch, objective) for batch in batches]
+    pull, *constant = (-gradient_of(output.loss, chain) for output in outputs)
+    whole = gradient_of(y.policy_logprobs.sum(-1).exp() @ reward, chain)
+    errors = pull - whole, pull - gradient_of(y.probs @ (y.weight * reward[:, None]).sum(-1), chain)
+    sizes = [x.norm() / whole.norm() for x in (*errors, max(constant, key=torch.norm))]
+    return torch.stack([(y.probs @ kl).mean(), *sizes, outputs[0].metrics["sampler/advantage_cut"]])
+
+
+def _explain_trust(loss: LossConfig, length: int) -> Iterator[str]:
+    """The trust region to the sampler, what the policy loss follows under it, and TRM's bound."""
+    yield str(loss.trust)
+    for lag in (0.1, 0.5):
+        distance, *shares = measure_trust(loss, lag)
+        policy, prefixes, residue, cut = (f"{100 * x:.0f} %" for x in shares)
+        text = f"{distance:.1g} nats per token from the sampler: {policy} off the policy's gradient, {prefixes} off it "
+        yield f"{text}at the sampler's prefixes; a constant advantage leaves {residue}; {cut} of the advantages cut"
+    if loss.rollout_rs == "seq_max_exact":
+        bound = float(trm_bound(torch.full((1, length), loss.rollout_rs_threshold or 0.0), torch.ones(1, length) > 0))
+        empty = "; empty: rewards between 0 and 1 differ by no more than 1" * (bound >= 1)
+        yield f"TRM's bound at {length} tokens: {bound:.3g}, an estimate from the prefixes drawn, no guarantee{empty}"
 
 
 def _measured(anchor: KLConfig | TeacherConfig, facts: ConfigFacts) -> list[Line]:

@@ -59,6 +59,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_length": 1.5}, "max_length must be a whole number"),
     ({"totals": (4, 40, 40)}, "totals must be a Totals"),
     ({"kl": KLConfig(beta=0.1, kl_estimator="exact")}, "kl_estimator='exact' cannot be honoured by Tinker"),
+    (
+        {"loss": LossConfig(rollout_rs="seq_max_exact", rollout_rs_threshold=0.1)},
+        "rollout_rs='seq_max_exact' cannot be",
+    ),
     ({"kl": KLConfig(beta=0.1, **IN_REWARD), "loss": LossConfig(scale_rewards="std")}, "the KL in the reward cannot"),
     ({"kl": KLConfig(kl_normalizer="sequence_mean"), "normalizer": "token_sum"}, "normalizer='token_sum' cannot be"),
 ]

@@ -32,8 +32,9 @@ from tests.hosts.trl.hosts import (
 
 from klamp.config import ALIASES, KLConfig
 from klamp.config.kl import KLWarning
+from klamp.core.surrogates import TrustRegion
 from klamp.errors import ConfigError, UnknownNameError
-from klamp.hosts.common.kl_fields import kl_config, touched
+from klamp.hosts.common.kl_fields import kl_config, read_again, touched
 from klamp.hosts.trl.grpo_config import UNSLOTH, check_arguments, check_reference, refuse_classes, settle_reference
 from klamp.trl import GRPOConfig, GRPOTrainer, attach
 
@@ -99,6 +100,10 @@ def test_the_fields_and_defaults_of_trl_stay() -> None:
     assert GRPOConfig.beta == 0.0
     assert touched(arguments()) == {}
     assert kl_config(arguments()) is None
+    masks = arguments(dppo_mask="dppo_tv", dppo_mask_high=0.1)  # TRL's own KL stays, TRL's own trainer is refused
+    assert kl_config(masks) is None and read_again(masks)[2] == TrustRegion(dppo_mask="dppo_tv", dppo_mask_high=0.1)
+    with pytest.raises(ConfigError, match="the trainer is not klamp's"):
+        masks.get_warmup_steps(1)
 
 
 @pytest.mark.parametrize("given", [EVERY, SCHEDULE], ids=["all but a schedule", "a schedule"])
@@ -192,6 +197,9 @@ def test_attach_takes_no_trainer_whose_arguments_have_a_kl_of_their_own(tmp_path
         ({"reference": "frozen", "sync_ref_model": True}, "then moves the reference"),
         ({"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}, "cancels beta"),
         ({"kl_placement": "advantage", "kl_estimator": "k1", "loss_type": "vespo"}, "sign of its"),
+        ({"dppo_mask": "dppo_tv", "loss_type": "vespo"}, "sign of its"),
+        ({"rollout_rs": "seq_max_exact", "rollout_rs_threshold": 0.1}, "cannot be honoured by TRL"),
+        ({"rollout_rs": "seq_max_k3"}, "no threshold"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_reason(options: dict[str, Any], text: str) -> None:

@@ -25,6 +25,7 @@ from tests.hosts.trl.hosts import (
 )
 
 from klamp.config import KLConfig
+from klamp.config.loss import MASKS as MASK_FIELDS
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss
@@ -166,14 +167,24 @@ MASKS: dict[str, dict[str, Any]] = {
     "completions": {"threshold": 0.01},
     "tokens and completions": {"mode": "token_mask", "high": 1.1, "threshold": 0.01},
     "truncated, completions": {"mode": "sequence_truncate", "high": 1.1, "threshold": 0.01},
+    "dppo_tv": {"dppo_mask": "dppo_tv", "dppo_mask_low": 1e-4, "dppo_mask_high": 1e-4},
+    "dppo_kl, token mask": {"dppo_mask": "dppo_kl", "dppo_mask_low": 1e-5, "mode": "token_mask", "high": 1.2},
+    "seq_max_k3": {"rollout_rs": "seq_max_k3", "rollout_rs_threshold": 0.04},
+    "seq_mean_k1, truncated": {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.06, "mode": "token_truncate"},
 }
 
 
+@pytest.mark.parametrize("placement", ["advantage", "loss"])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
-def test_what_trl_masks_keeps_its_kl_in_the_advantage(trainer: Any, base: Any, name: str, monkeypatch: Any) -> None:
+def test_what_trl_masks_keeps_its_kl_in_the_advantage(
+    trainer: Any, base: Any, name: str, placement: Any, monkeypatch: Any
+) -> None:
     region = TrustRegion(**{"high": 3.0} | MASKS[name])
-    kl = KLConfig(beta=BETA, **SHIFT)
+    kl = KLConfig(beta=BETA, **SHIFT if placement == "advantage" else {})
+    monkeypatch.setattr(trainer, "args", copy.copy(trainer.args))
+    for field in MASK_FIELDS:
+        setattr(trainer.args, field, getattr(region, field) if region.rollout_rs or region.dppo_mask else None)
     inputs = generated(with_kl(trainer, kl, loss_type="dapo"))
     mask, logits = inputs["completion_mask"].bool(), plain_logits(trainer.model, inputs)
     policy = plain_logprobs(logits, inputs)
@@ -202,4 +213,7 @@ def test_what_trl_masks_keeps_its_kl_in_the_advantage(trainer: Any, base: Any, n
     objective = objective_of(reduction="token_mean", max_length=LENGTH, beta=BETA, kl=kl.build_term(), trust=region)
     output = grpo_loss(batch, objective)
     assert 0 < output.metrics["sampler/tokens_cut"] < 1
+    if trainer._klamp.trust.is_set and region.mode is None:
+        logged = trainer._metrics["train"]["sampler/tokens_cut"][-1]
+        assert logged == pytest.approx(float(output.metrics["sampler/tokens_cut"]), abs=1e-6)
     torch.testing.assert_close(gradient, gradient_of(trainer, output.loss), rtol=1e-5, atol=1e-6)

@@ -29,11 +29,16 @@ TRANSLATED |= {"mask_truncated_completions": True, "sampler": "vllm", "sampler_u
 TRANSLATED |= {"lr_scheduler_type": "linear", "off_policy_mask_threshold": 0.5, "dtype": "bfloat16", "cpu": True}
 TRANSLATED |= {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 2.0}
 TRANSLATED |= {"vllm_importance_sampling_clip_min": 0.5, "master_weights": "none", "output_dir": "elsewhere"}
-TRANSLATED |= {"resume": True}
+TRANSLATED |= {"resume": True, "rollout_rs": "seq_max_k3", "rollout_rs_threshold": 0.1, "dppo_mask": "dppo_tv"}
+TRANSLATED |= {"dppo_mask_low": 0.1, "dppo_mask_high": 0.1}
 NEEDS: dict[str, dict[str, Any]] = {
     "surrogate": {"loss_type": "dapo", "epsilon": 1.0},
     "vllm_importance_sampling_clip_max": {"vllm_importance_sampling_mode": "token_mask"},
     "vllm_importance_sampling_clip_min": {"vllm_importance_sampling_mode": "token_mask"},
+    "rollout_rs": {"rollout_rs_threshold": 0.2},
+    "rollout_rs_threshold": {"rollout_rs": "seq_max_k3", "rollout_rs_threshold": 0.2},
+    "dppo_mask_low": {"dppo_mask": "dppo_tv"},
+    "dppo_mask_high": {"dppo_mask": "dppo_tv"},
     "master_weights": {"dtype": "bfloat16"},
     "resume": {"output_dir": "elsewhere"},
 }
@@ -71,7 +76,7 @@ def test_every_field_is_in_one_of_the_lists():
 def test_another_value_is_another_argument(field: str):
     needed = NEEDS.get(field, {})
     before = arguments_of(**{k: v for k, v in needed.items() if k != "epsilon"})
-    assert arguments_of(**needed, **{field: TRANSLATED[field]}) != before
+    assert arguments_of(**needed | {field: TRANSLATED[field]}) != before
 
 
 def test_the_fields_of_the_kl_keep_their_names_and_values():

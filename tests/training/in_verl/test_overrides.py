@@ -10,9 +10,9 @@ import pytest
 from tests.training.in_trl.test_arguments import SHARED, names_of
 
 from klamp.config import KLConfig, TeacherConfig
+from klamp.config.loss import TRUST
 from klamp.errors import ConfigError
 from klamp.hosts.verl.overrides import overrides
-from klamp.lab.backends import TRUST
 from klamp.lab.config import TrainConfig
 from klamp.lab.engines import verl as module
 from klamp.lab.engines.verl import TEACHER, command, verl_overrides
@@ -41,7 +41,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 REFUSED = (
     *("ref_model", "sampler_url"),
     *("mask_truncated_completions", "exact_kl_completions", "cpu", "stop_on", "log_completions_every"),
-    *TRUST.split(),
+    *TRUST,
 )
 """Fields of which only the default can be honoured: test_backends.py; of the KL: tests/hosts/test_every_field.py."""
 AROUND = (*("backend", "tokenizer", "sampler", "gpu_memory"),)

@@ -10,7 +10,9 @@ from klamp._field_texts import field_texts
 from klamp.config import KLConfig
 from klamp.config.fields import host_refusals, resolve_aliases
 from klamp.config.kl import ALIASES, check_beta
+from klamp.config.loss import MASKS, LossConfig
 from klamp.config.teacher import TeacherConfig
+from klamp.core.surrogates import TrustRegion
 from klamp.errors import KLWarning, Refusal, check_name
 
 
@@ -21,19 +23,22 @@ def _field(name: str, kind: Any, text: str) -> tuple[str, Any, Any]:
     return name, kind | None, dataclasses.field(default=None, metadata={"help": text.replace("%", "%%")})
 
 
-def _fields(config: type, unset: str) -> list[tuple[str, Any, Any]]:
-    """The fields of an anchor but beta; the help is where a host looks for it."""
-    kinds, texts = get_type_hints(config), field_texts(config)
-    return [
-        _field(field.name, kinds[field.name], f"{texts[field.name]} {unset.format(field.default)}")
-        for field in dataclasses.fields(config)
-        if field.name != "beta"
-    ]
+def _names(config: type) -> list[str]:
+    """The fields of a configuration that a host's arguments have from klamp: all but beta."""
+    names = MASKS if config is LossConfig else [field.name for field in dataclasses.fields(config)]
+    return [name for name in names if name != "beta"]
 
 
-_OTHER_NAMES = [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()]
+def _fields(config: Any, unset: str) -> list[tuple[str, Any, Any]]:
+    """These fields; the help is where a host looks for it."""
+    kinds, texts, fields = get_type_hints(config), field_texts(config), config.__dataclass_fields__
+    return [_field(x, kinds[x], f"{texts[x]} {unset.format(fields[x].default)}") for x in _names(config)]
+
+
+_ALIASES = [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()]
 _OF_KL = _fields(KLConfig, "Unset: {!r}, or the host's own KL if no KL field is set.")
 _OF_TEACHER = _fields(TeacherConfig, "Unset: {!r}.")
+_OF_TRUST = _fields(LossConfig, "Unset: {!r}.")
 _SWITCH = {"help": "Write some completions with their log-probabilities, which `klamp report OUTPUT_DIR` shows."}
 _OF_BOTH = [*_OF_TEACHER, ("klamp_report", bool, dataclasses.field(default=True, metadata=_SWITCH))]
 
@@ -47,8 +52,8 @@ def _new(cls: Any, *_: Any, **options: Any) -> Any:
 
 
 _SPACE = {"__module__": __name__, "__new__": _new}
-KLFields: Any = dataclasses.make_dataclass("KLFields", [*_OTHER_NAMES, *_OF_KL, *_OF_BOTH], namespace=_SPACE)
-"""The fields of `klamp.KLConfig` (without `beta`) and `klamp.TeacherConfig`, and the switch of the report."""
+KLFields: Any = dataclasses.make_dataclass("KLFields", _ALIASES + _OF_KL + _OF_TRUST + _OF_BOTH, namespace=_SPACE)
+"""`klamp.KLConfig`'s fields (without `beta`), `TeacherConfig`'s, the masks of `LossConfig`, the switch of the report."""
 TeacherFields: Any = dataclasses.make_dataclass("TeacherFields", _OF_BOTH, namespace=_SPACE)
 
 
@@ -69,8 +74,7 @@ def settle_fields(args: Any) -> None:
 
 def touched(args: Any, config: type = KLConfig) -> dict[str, Any]:
     """The fields of a configuration, `beta` aside, that a host's arguments set; lists as tuples."""
-    names = [field.name for field in dataclasses.fields(config) if field.name != "beta"]
-    values = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    values = {name: value for name in _names(config) if (value := getattr(args, name, None)) is not None}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
@@ -94,10 +98,10 @@ def teacher_config(args: Any) -> TeacherConfig | None:
     return TeacherConfig(**values) if values else None
 
 
-def read_again(args: Any) -> tuple[KLConfig | None, TeacherConfig | None]:
-    """Both configurations of a host's arguments, without the warnings that were given when these were made."""
+def read_again(args: Any) -> tuple[KLConfig | None, TeacherConfig | None, TrustRegion]:
+    """The configurations of a host's arguments, without the warnings that were given when these were made."""
     with warnings.catch_warnings(action="ignore", category=KLWarning):
-        return kl_config(args), teacher_config(args)
+        return kl_config(args), teacher_config(args), LossConfig(**touched(args, LossConfig)).trust
 
 
 def one_teacher_refusals(teacher: TeacherConfig) -> list[Refusal]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,15 +136,15 @@ class Window:
             scores = prepared.scored.logprobs
             means["teacher/repeated"] = repeated_share(batch.policy_logprobs, scores, prepared.carried)
         means["length/mean"] = batch.mask.sum(-1).double().mean()
-        counts: dict[Counted, int | Tensor] = {
-            "completions": len(batch.mask),
-            "tokens": batch.mask.sum(),
-            "KL tokens": prepared.carried.sum(),
-        }
-        for name, mean in means.items():
-            self._count(name, mean.double(), torch.as_tensor(counts[averaged_over(name)], device=mean.device).double())
+        self.add_means(means, batch.mask, prepared.carried)
         if anchor == "reference":
             self.log_ratios.append(prepared.log_ratio[prepared.carried].float())
+
+    def add_means(self, means: Mapping[str, Tensor], mask: Tensor, carried: Tensor) -> None:
+        """Take in means over the completions of a micro-batch, its tokens, or those that carry the KL."""
+        counts: dict[Counted, Any] = {"completions": len(mask), "tokens": mask.sum(), "KL tokens": carried.sum()}
+        for name, mean in means.items():
+            self._count(name, mean.double(), torch.as_tensor(counts[averaged_over(name)], device=mean.device).double())
 
     def add_values(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Take in what was measured at some tokens of a micro-batch, [b, T]."""

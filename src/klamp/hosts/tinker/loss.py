@@ -133,6 +133,7 @@ class LossCall:
                 fix="leave cliprange out",
             ),
             *(host_refusals(kl, "Tinker") if self.objective.beta > 0 else ()),
+            *(host_refusals(self.loss, "Tinker") if self.loss is not None else ()),
             Refusal(
                 self.normalizer == "token_sum" and kl.kl_normalizer is not None,
                 "normalizer='token_sum' cannot be combined with kl_normalizer",

@@ -234,7 +234,7 @@ def report_of(trainer: TRLTrainer, *, default: bool) -> ReportCallback | None:
 def about(trainer: TRLTrainer) -> dict[str, Any]:
     """Settings, versions, model, data and KL of a trainer."""
     args, rows = trainer.args, trainer.train_dataset
-    kl, teacher = read_again(args)
+    kl, teacher, _ = read_again(args)
     versions = {name: installed_version(name) for name in PACKAGES}
     data = getattr(getattr(rows, "info", None), "dataset_name", None) or "a data set"
     data += f" of {len(rows):,} prompts" if hasattr(rows, "__len__") else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import trl
 
-from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.config import TRL_LOSS_TYPES, KLConfig, LossConfig
 from klamp.config.fields import host_refusals
 from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Reduction
@@ -38,7 +38,7 @@ def not_klamps_trainer(kind: str = "GRPO", config: str = "KLConfig") -> ConfigEr
 
 @dataclass
 class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
-    """`trl.GRPOConfig` with every field of `klamp.KLConfig` and `klamp.TeacherConfig`.
+    """`trl.GRPOConfig` with all fields of `klamp.KLConfig` and `klamp.TeacherConfig`, and the masks of `LossConfig`.
 
     All of TRL's fields and defaults stay, `beta=0.0` included. While klamp's fields are all None, the loss is TRL's
     own, KL included; once one is set (`beta` and its other names aside), TRL's KL is replaced by klamp's term, in which
@@ -70,9 +70,11 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
             settle_reference(kl, self)
             check_arguments(kl, self)
         if teacher is not None and teacher.there:
-            shifted = teacher.teacher_placement == "advantage"
-            refuse([*kl_fields.one_teacher_refusals(teacher), *advantage_refusals("teacher", shifted, self)])
+            option, shifted = "teacher_placement='advantage'", teacher.teacher_placement == "advantage"
+            refuse([*kl_fields.one_teacher_refusals(teacher), *advantage_refusals(option, shifted, self)])
             _warn_of_sampler("teacher_estimator", teacher.teacher_estimator, self)
+        loss = LossConfig(**kl_fields.touched(self, LossConfig))
+        refuse([*host_refusals(loss, "TRL"), *advantage_refusals("dppo_mask and rollout_rs", loss.trust.is_set, self)])
         super().__post_init__()
         if kl is not None:
             warn_few_prompts(kl, (self.generation_batch_size or 1) / (self.num_generations or 1))
@@ -80,8 +82,8 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
 
     @property
     def _asks(self) -> bool:
-        set_here = kl_fields.touched(self) or kl_fields.touched(self, TeacherConfig)
-        return bool(set_here or self.fast_scoring)
+        set_here = (kl_fields.touched(self, config) for config in (KLConfig, TeacherConfig, LossConfig))
+        return any(set_here) or bool(self.fast_scoring)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """As in TRL, whose trainer asks for it before its first step, and is refused here."""
@@ -177,17 +179,17 @@ def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
         )
         for name, value, divides, plain in divided
     ]
-    return [*of_reward, *advantage_refusals("kl", placement == "advantage", args)]
+    return [*of_reward, *advantage_refusals("kl_placement='advantage'", placement == "advantage", args)]
 
 
-def advantage_refusals(anchor: str, shifted: bool, args: Any) -> list[Refusal]:
+def advantage_refusals(options: str, shifted: bool, args: Any) -> list[Refusal]:
     """The refusal of a loss that goes by the sign of a completion's advantage, where each token has its own."""
     return [
         Refusal(
             shifted and args.loss_type == "vespo",
-            f"{anchor}_placement='advantage' cannot be combined with loss_type='vespo'",
+            f"{options} cannot be combined with loss_type='vespo'",
             why="TRL weighs a whole completion by the sign of its advantage, and its KL with it",
-            fix=f"use another loss_type, or set {anchor}_placement='loss'",
+            fix=f"use another loss_type, or leave {options} out",
         )
     ]
 

@@ -60,7 +60,7 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         grpo_config.refuse_classes()
         for folder in (model, ref_model):
             reference.check_folder(folder)
-        kl, config = (None, None) if args is None else read_again(args)
+        kl, config, _ = (None, None, None) if args is None else read_again(args)
         check_teacher(config, teacher_model)
         peft = options.get("peft_config") is not None or hasattr(model, "peft_config")
         wanted = args is not None and (args.beta != 0 if kl is None else kl.needs_reference)
@@ -135,6 +135,7 @@ def join(trainer: TRLTrainer, kl: KLConfig | None, own: Any, *, chosen: bool, ap
         kl,
         reference=ReferenceFacts(source, not (chosen or apart), reference.exact_rows(trainer, kl)),
         fast=FastScoring() if getattr(args, "fast_scoring", False) else None,
+        trust=read_again(args)[2],
         record=report_of(trainer, default=isinstance(trainer, GRPOTrainer)),
         warned=Warned(step_zero=apart),
     )
@@ -260,6 +261,7 @@ def _notes(trainer: Any, session: Session | None, host: str) -> tuple[str, ...]:
         (used and split, "each micro-batch is divided by its own tokens, so that the KL depends on how the batch is "
          "split"),
         (fast is not None, str(fast)),
+        (session is not None and session.trust.is_set, "" if session is None else f"trust region: {session.trust}"),
         (0 < trainer.beta <= NEVER_ZERO, f"beta is 0 for the loss; {host} sees the smallest number so that it scores "
          "the reference"),
         (host == "Unsloth", f"{K3_STOPS}{clamps}"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from klamp.core.masking import masked_log_ratio
+from klamp.core.surrogates import Trusted
 from klamp.core.types import Advantages, Batch
 from klamp.errors import KLWarning
 from klamp.hosts.common.anchors import check_room
@@ -71,7 +72,7 @@ class LossHook:
         # TRL multiplies beta with a KL if it has a reference's numbers; without them it gets the teacher's
         stand_in = {} if self.has_reference or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
         inputs = {**self.inputs, **stand_in}
-        if not any(term.placement == "advantage" for _, term in self.terms):
+        if not (self.trainer._klamp.trust.is_set or any(term.placement == "advantage" for _, term in self.terms)):
             yield inputs
             return
         shifted, threshold = ShiftedInputs(inputs, advantages), self.trainer.off_policy_mask_threshold
@@ -91,6 +92,11 @@ class LossHook:
         if threshold is not None:
             sampler = self.inputs.get("sampling_per_token_logps", old)
             keeps = keeps & trainer.get_off_policy_mask(rewards, policy, sampler, batch.mask, threshold)
+        if (region := trainer._klamp.trust).is_set:
+            trusted = Trusted.of(batch, region)
+            keeps = keeps & (trusted.weights > 0)
+            cut = {name: x for name, x in trusted.metrics.items() if name.endswith("_cut")}
+            trainer._klamp.windows[mode_of(trainer)].add_means(cut, batch.mask, batch.mask)
         inputs["importance_sampling_ratio"] = torch.where(keeps, ratio, own)  # TRL's factor of both
         less = advantages_less_kl(replace(batch, advantages=torch.zeros_like(batch.advantages)), self.terms)
         return torch.where(keeps, rewards, 0.0) + less.view(len(rewards), -1) * torch.where(keeps, own / ratio, 1.0)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
+from klamp.core.surrogates import TrustRegion
 from klamp.core.term import KLTerm, Weighted
 from klamp.hosts.common.anchors import check_same, prefix_kl
 from klamp.hosts.common.control import KLControl, read_state
@@ -177,6 +178,7 @@ class Session:
     reference: ReferenceFacts = field(default_factory=ReferenceFacts)
     fast: FastScoring | None = None  # klamp's scorer instead of TRL's; None: not requested
     teacher: Teacher | None = None  # the teacher of a second KL; None: no teacher
+    trust: TrustRegion = field(default_factory=TrustRegion)  # masks that TRL does not have
     record: Any = None  # the `ReportCallback` that writes completions; None: nobody asked for one
     windows: dict[str, Window] = field(default_factory=lambda: {"train": Window(), "eval": Window()})
     """The measurements of the present step in each mode."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.config import LossConfig
-from klamp.config.loss import LossType
+from klamp.config.loss import MASKS, LossType
 from klamp.lab.config import ModelConfig, RolloutConfig, TrainConfig
 from klamp.lab.models import model_path
 from klamp.lab.sizing import part_size, started_processes
@@ -84,11 +84,12 @@ def _sampler(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def _loss(loss: LossConfig) -> dict[str, Any]:
-    """The policy loss; the trust region to the sampler has TRL's names, and without a mode TRL's default."""
+    """The policy loss; the trust region to the sampler has TRL's names or klamp.trl's; without a mode TRL's default."""
     values: dict[str, Any] = {"scale_rewards": "group" if loss.scale == "std" else "none"}
     if loss.vllm_importance_sampling_mode is not None:
         names = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
         values |= {name: getattr(loss, name) for name in names} | {"vllm_importance_sampling_correction": True}
+    values |= {name: x for name in MASKS if (x := getattr(loss, name)) != getattr(LossConfig, name)}
     if loss.surrogate == "cispo":
         return values | {"loss_type": "cispo", "epsilon_high": 1 + loss.clip_high}  # TRL's is the bound itself
     return values | {"loss_type": LOSS_TYPES[loss.loss_type], "epsilon": loss.epsilon, "epsilon_high": loss.clip_high}
