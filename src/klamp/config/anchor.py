@@ -95,6 +95,7 @@ ONE_AVERAGE = HostLimit(
     "its loss_agg_mode averages the policy loss and the KL alike",
     "leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
 )
+ONE_KL = HostLimit(("unsloth", "verl"), "its loss takes one KL; klamp train, klamp.trl and klamp.tinker take two")
 OWN_STEP = HostLimit(
     ("trl", "unsloth", "verl"),
     "its loop always takes the optimizer step; a loss of 0 would still move the weights by momentum and weight decay",

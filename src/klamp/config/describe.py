@@ -36,8 +36,14 @@ def describe_kl(kl: KLConfig) -> str:
         return "none: beta is 0"
     if kl.beta == 0:
         return "measured and logged only: beta is 0"
-    parts = f"{describe_value(kl)}, gradient {describe_gradient(kl)}, {PLACEMENTS[kl.kl_placement]}"
+    parts = f"{describe_value(kl)}, gradient {describe_gradient(kl)}, {describe_place(kl)}"
     return parts if kl.kl_clip_method == "none" else f"{parts}; {describe_clip(kl)}"
+
+
+def describe_place(kl: KLConfig) -> str:
+    """Where the KL enters, and what stands beside it there, in words."""
+    beside = "".join(f"; beside it {coef:g} x KL(policy||sampler) per token in the loss" for coef, _ in kl.beside())
+    return PLACEMENTS[kl.kl_placement] + beside
 
 
 def describe_anchors(kl: KLConfig, teacher: TeacherConfig | None) -> str:

@@ -22,7 +22,7 @@ from klamp.core.controllers import (
 )
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import check_gradient_choice
-from klamp.core.term import KLTerm, OffPolicy, Placement, gates_on_itself
+from klamp.core.term import KLTerm, OffPolicy, Placement, Weighted, gates_on_itself
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 from klamp.errors import KLWarning, Refusal, refuse
 
@@ -42,12 +42,14 @@ PER_TOKEN = Need(
     f"{CLIP.text}, and use_per_token_kl_threshold=True", lambda c: CLIP.is_met(c) and c.use_per_token_kl_threshold
 )
 SAMPLED, IN_LOSS = one_of("kl_estimator", *ESTIMATORS), one_of("kl_placement", "loss")
-POSITIVE_BETA = Need("a beta above 0", lambda c: c.beta > 0)
+A_BETA = Need("a beta above 0", lambda c: c.beta != 0)
 ADAPTIVE = Need("a controller that moves beta (target_kl, and a beta above 0)", lambda c: c.controller_name != "fixed")
 A_CONTROLLER = Need("kl_controller='hold' (or leave it out)", lambda c: c.kl_controller != "fixed")
 A_START = Need("a beta above 0 to start from", lambda c: c.controller_name != "fixed")
 STEP, PROPORTIONAL = one_of("kl_controller", "step"), one_of("kl_controller", "proportional")
 A_GRADIENT = Need("kl_gradient='reverse' or 'forward'", lambda c: (c.kl_gradient, c.kl_off_policy) != ("none", "none"))
+NEGATIVE = Need("a beta below 0, beside a teacher", lambda c: c.beta < 0)
+NOT_IN_REWARD = one_of("kl_placement", "loss", "advantage")
 WEIGHTS = one_of("kl_off_policy", "token", "sequence")
 NOT_SUMMED = Need(
     "kl_off_policy='sequence' (the exact KL sums over the token, not over its prefix)",
@@ -68,8 +70,9 @@ class KLConfig:
         ConfigError: a combination that cannot work or would not do what its name says.
     """
 
-    beta: float = setting(0.01, BETA, aliases=("kl_coef", "kl_penalty", "kl_beta"))
-    """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
+    beta: float = setting(0.01, aliases=("kl_coef", "kl_penalty", "kl_beta"))
+    """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded. Below 0, beside
+    a larger teacher_coef, the run goes beyond the teacher."""
     kl_estimator: Value = setting("k3", limits=(anchor.NO_LOGITS,))
     """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
     kl_gradient: Gradient = choice("gradient")
@@ -102,13 +105,17 @@ class KLConfig:
     beta_max: float | None = setting(None, AT_LEAST_0, needs=(ADAPTIVE,))
     """Upper bound of an adaptive beta; None: 3 / sqrt(target_kl), or 10 times beta where that is more."""
     kl_max_log_ratio: float | None = choice("max_log_ratio", needs=(SAMPLED,))
+    kl_max_teacher_log_ratio: float | None = choice("max_teacher_log_ratio", needs=(NEGATIVE, SAMPLED, NOT_IN_REWARD))
     kl_off_policy: OffPolicy = choice("off_policy", needs=(NOT_SUMMED,))
     kl_max_weight: float | None = choice("max_weight", needs=(WEIGHTS, NOT_SUMMED))
     kl_normalizer: Reduction | None = choice("normalizer", needs=(IN_LOSS,), limits=(anchor.ONE_AVERAGE,))
     kl_exclude_tokens: tuple[int | str, ...] = ()
     """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
-    kl_schedule: Schedule = choice("schedule", needs=(POSITIVE_BETA,))
-    kl_warmup_steps: int = choice("warmup_steps", needs=(POSITIVE_BETA,))
+    sampler_coef: float = setting(0.0, AT_LEAST_0, needs=(A_BETA,), limits=(anchor.ONE_KL,))
+    """Coefficient of a second KL, to the sampler, in the loss beside the reference's: it holds each update, not the
+    run (reverse, k3, per token, weighed by policy/sampler); 0: none."""
+    kl_schedule: Schedule = choice("schedule", needs=(A_BETA,))
+    kl_warmup_steps: int = choice("warmup_steps", needs=(A_BETA,))
     kl_early_stop: float | None = setting(None, POSITIVE, limits=(anchor.OWN_STEP,), ignored_by=TINKER)
     """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
     kl_monitor: bool = False
@@ -142,7 +149,7 @@ class KLConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether anything asks for the reference; without it none is loaded and none is scored."""
-        return self.beta > 0 or self.kl_monitor
+        return self.beta != 0 or self.kl_monitor
 
     @property
     def clip_level(self) -> ClipLevel:
@@ -218,8 +225,8 @@ class KLConfig:
     def build_controller(self) -> FixedController:
         """A fresh controller of beta."""
         low, high = self.beta_bounds
-        if self.controller_name == "fixed":
-            return FixedController(self.beta, min_value=low, max_value=high)
+        if self.controller_name == "fixed":  # of the size alone, whose sign stays
+            return FixedController(abs(self.beta), min_value=abs(low), max_value=high)
         shared: dict[str, Any] = {"target": self.target_kl, "min_value": low, "max_value": high}
         if self.controller_name == "hold":
             return HoldController(self.beta, **shared)
@@ -228,12 +235,19 @@ class KLConfig:
             return StepController(self.beta, up=up, down=down, high=above, low=below, **shared)
         return ProportionalController(self.beta, horizon=self.kl_controller_horizon, **shared)
 
+    def beside(self) -> list[Weighted]:
+        """The KL to the sampler beside that to the reference, if there is one."""
+        term = KLTerm(anchor="sampler", off_policy="token")
+        return [Weighted(self.sampler_coef, term)] if self.sampler_coef > 0 and self.beta != 0 else []
+
     def build_term(self) -> KLTerm:
         """The KL term for `grpo_loss`."""
         return anchor.build_term(
             self,
             "kl",
             anchor="sampler" if self.reference == "sampler" else "reference",
+            beyond="teacher" if self.beta < 0 else None,
+            mean_over="trained" if self.beta < 0 else "carried",
             clip_level=self.clip_level,
             clip_unit="token" if self.use_per_token_kl_threshold else "sequence",
         )
@@ -277,6 +291,7 @@ def refusals(c: KLConfig) -> list[Refusal]:
             "prefix weights)",
         ),
         *anchor.placement_refusals(c, "kl"),
+        *_of_a_negative_beta(c),
         Refusal(
             c.kl_controller not in (None, "fixed") and (c.target_kl is None or c.beta == 0),
             f"kl_controller={c.kl_controller!r} needs target_kl and a beta above 0",
@@ -305,6 +320,13 @@ def refusals(c: KLConfig) -> list[Refusal]:
             fix="leave kl_placement and target_kl out",
         ),
         Refusal(
+            of_sampler and c.sampler_coef > 0,
+            "reference='sampler' and sampler_coef name the sampler twice",
+            got=f"sampler_coef={c.sampler_coef:g}",
+            why="sampler_coef is for a KL to the sampler beside one to a reference",
+            fix="leave one of the two out",
+        ),
+        Refusal(
             c.reference == "remote" and c.reference_url is None,
             "reference='remote' needs reference_url",
             why="the reference is asked over HTTP",
@@ -319,6 +341,23 @@ def refusals(c: KLConfig) -> list[Refusal]:
             fix="use kl_horizon='token', or kl_gradient='reverse' with k3 in the loss or k1 in the advantage",
         ),
     ]
+
+
+def _of_a_negative_beta(c: KLConfig) -> list[Refusal]:
+    """What -|beta| KL(policy||ref) does not bear, whatever stands beside it; see `klamp.config.beyond`."""
+    ruled, moves = c.target_kl is not None or c.kl_controller not in (None, "fixed"), ("sampler", "ema", "periodic")
+    rows = [
+        (c.beta < 0 and not c.build_term().follows_reverse, "clip, and no gradient but the reverse KL's",
+         "any other form is unbounded below (k3 differentiated), or ends elsewhere"),
+        (ruled, "target_kl and no controller",
+         "the KL grows by design, and a rule drives beta past the teacher's coefficient"),
+        (c.excludes or c.kl_normalizer is not None, "kl_exclude_tokens and no kl_normalizer",
+         "the teacher has to outweigh beta at each token"),
+        (c.reference in moves, f"reference={c.reference!r}",
+         "the reference follows the policy, and the run then ends at the teacher"),
+    ]  # fmt: skip
+    got, fix = f"beta={c.beta:g}", "leave it out, or use a beta of 0 or above"
+    return [Refusal(c.beta < 0 and bad, f"a negative beta takes no {what}", why, fix, got) for bad, what, why in rows]
 
 
 def wide_clip(c: KLConfig, measured_length: float | None = None) -> str:

@@ -8,8 +8,8 @@ k3 gives the reverse minus the forward gradient, which cancels to first order ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
@@ -135,9 +135,9 @@ def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: floa
 
 
 def all_shifted(advantages: Advantages, terms: Iterable[tuple[float, Prepared]]) -> Advantages:
-    """The advantages less each KL that enters there with a coefficient above 0. [B] or [B, T]"""
+    """The advantages less each KL that enters there with a coefficient that is not 0. [B] or [B, T]"""
     for coefficient, prepared in terms:
-        if coefficient > 0 and prepared.term.placement == "advantage":
+        if coefficient != 0 and prepared.term.placement == "advantage":
             advantages = shifted_advantages(advantages, prepared, beta=coefficient)
     return advantages
 
@@ -170,6 +170,8 @@ def _held_metrics(prepared: Prepared) -> dict[str, Tensor]:
     metrics["kl/k3_saturated"] = share_of(bounded_k3 > saturation(bounded_k3.dtype), carried)
     if term.max_log_ratio is not None:
         metrics["kl/log_ratio_clamped"] = share_of(delta.abs() > term.max_log_ratio, carried)
+    if term.max_teacher_log_ratio is not None and (own := batch.logprobs_of(term.anchor)) is not None:
+        metrics["kl/teacher_clamped"] = share_of(prepared.scored.logprobs > own, carried)
     if kl is not None:
         metrics["kl/exact"] = masked_mean(kl.detach(), carried)
     if sampler is not None and term.max_weight is not None:
@@ -178,6 +180,34 @@ def _held_metrics(prepared: Prepared) -> dict[str, Tensor]:
     return metrics
 
 
-def penalty_name(anchor: str) -> str:
+Terms: TypeAlias = Sequence[tuple[float, Prepared]]
+"""The KLs of a loss, each with its coefficient."""
+
+
+def is_beside(prepared: Prepared, terms: Terms) -> bool:
+    """Whether a KL to the sampler stands beside the run's own, and is logged under its own name."""
+    return prepared.term.anchor == "sampler" and any(other.term.anchor == "reference" for _, other in terms)
+
+
+def joint_metrics(terms: Terms) -> dict[str, Tensor]:
+    """What is measured of several KLs together: that to a sampler beside a reference, and that to a mix.
+
+    `kl/mix`, with a negative beta: k3 of x = (beta delta + coef delta_teacher) / (beta + coef). Its mean is the KL to
+    the mix m = exp(log policy - x), plus Z - 1 - log Z >= 0, Z the sum of m at the prefix: an upper bound.
+    """
+    k3, metrics = ESTIMATORS["k3"].value, dict[str, Tensor]()
+    by_anchor = {prepared.term.anchor: (coefficient, prepared) for coefficient, prepared in terms}
+    for beta, held in by_anchor.values():
+        coef, taught = by_anchor.get(held.term.beyond or "", (0.0, held))
+        if beta < 0 < beta + coef:
+            x = (beta * held.log_ratio + coef * taught.log_ratio.clamp(max=-FORBIDDEN)) / (beta + coef)
+            metrics["kl/mix"] = masked_mean(k3(x), held.carried)
+        if is_beside(held, terms):
+            metrics["sampler/kl"] = masked_mean(k3(held.log_ratio), held.carried)
+    return metrics
+
+
+def penalty_name(prepared: Prepared, terms: Terms) -> str:
     """The metric that a term's part of the loss is logged under."""
-    return "train/kl_penalty" if anchor in HELD else f"train/{anchor}_penalty"
+    anchor = prepared.term.anchor
+    return f"train/{anchor}_penalty" if anchor not in HELD or is_beside(prepared, terms) else "train/kl_penalty"

@@ -213,10 +213,11 @@ class TrainConfig:
         cut, teacher = self.rollout.top_p < 1 or self.rollout.top_k > 0, self.teacher
         noise = (self.kl.kl_estimator, self.kl.kl_gradient) == ("k1", "own")
         once = self.optim.num_iterations == 1
-        if self.kl.reference == "sampler" and self.kl.beta > 0 and once and not cut and not noise:
+        of_sampler = self.kl.beta > 0 if self.kl.reference == "sampler" else self.kl.sampler_coef > 0
+        if of_sampler and once and not cut and not noise:
             yield (
-                "reference='sampler' has no effect with num_iterations=1, but for rounding: at a rollout's only update "
-                "the policy is the sampler. Use num_iterations of 2 or more, or another reference."
+                "A KL to the sampler has no effect with num_iterations=1, but for rounding: at a rollout's only update "
+                "the policy is the sampler. Use num_iterations of 2 or more, or leave it out."
             )
         sampled = teacher.teacher_estimator in ("k1", "k3") or teacher.teacher_horizon == "sequence"
         sampled |= teacher.teacher_estimator == "topk" and teacher.teacher_tail == "sampled"

@@ -334,7 +334,7 @@ def _advantages(
 def less_kl(rewards: Float[Tensor, " batch"], batch: Batch, terms: Iterable[Weighted]) -> Float[Tensor, " batch"]:
     """The rewards less every KL of these that is taken from them, without a clip. [B]"""
     for coefficient, term in terms:
-        if coefficient > 0 and term.placement == "reward":
+        if coefficient != 0 and term.placement == "reward":
             rewards = advantages_with_kl(rewards, measure(batch, term), beta=coefficient, advantages=lambda x: x)
     return rewards
 

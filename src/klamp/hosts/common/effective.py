@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from klamp.config import KLConfig, describe
+from klamp.config.beyond import NO_PRICE
 from klamp.config.teacher import TeacherConfig
 
 
@@ -38,11 +39,11 @@ class EffectiveTerm:
         return cls(
             term="klamp's",
             beta=beta,
-            price=price,
+            price=price if beta >= 0 else NO_PRICE,
             controller=controller or describe.describe_controller(kl),
             value=describe.describe_value(kl),
             gradient=f"{describe.describe_gradient(kl)}: {describe.DIVERGENCES[kl.kl_gradient]}",
-            placement=describe.PLACEMENTS[kl.kl_placement],
+            placement=describe.describe_place(kl),
             clip=clip or describe.describe_clip(kl),
         )
 

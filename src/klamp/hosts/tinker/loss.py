@@ -132,7 +132,7 @@ class LossCall:
                 why="only one of them can be in force",
                 fix="leave cliprange out",
             ),
-            *(host_refusals(kl, "Tinker") if self.objective.beta > 0 else ()),
+            *(host_refusals(kl, "Tinker") if self.objective.beta != 0 else ()),
             Refusal(
                 self.normalizer == "token_sum" and kl.kl_normalizer is not None,
                 "normalizer='token_sum' cannot be combined with kl_normalizer",
@@ -149,7 +149,7 @@ class LossCall:
             data,
             reference="reference" in anchors,
             teacher="teacher" in anchors,
-            exclusions=self.objective.beta > 0 and self.kl.excludes,
+            exclusions=self.objective.beta != 0 and self.kl.excludes,
             top_k=0 if self.head is None else self.head.teacher_top_k,
         )
 
@@ -168,7 +168,7 @@ def effective(
     call = LossCall(kl_coef, cliprange, kl or KLConfig(), **options)
     kl, teacher, beta = call.kl, call.teacher, call.objective.beta
     terms: list[EffectiveTerm] = []
-    if beta > 0:
+    if beta != 0:
         moved = "fixed" if kl_coef is None else "the caller's: each call is passed its kl_coef"
         terms.append(EffectiveTerm.of(kl, beta=beta, price=_price(call.objective), controller=moved))
     if teacher is not None and teacher.there:
@@ -182,7 +182,7 @@ def effective(
         host=f"{host_version('tinker')}, forward_backward_custom",
         terms=tuple(terms),
         normalizer=average,
-        reference=reference if beta > 0 else "none is read: the coefficient is 0",
+        reference=reference if beta != 0 else "none is read: the coefficient is 0",
         notes=call.notes,
     )
 

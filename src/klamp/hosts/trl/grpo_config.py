@@ -10,6 +10,7 @@ from typing import Any
 import trl
 
 from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.config.beyond import check_beyond, refuse_beyond
 from klamp.config.fields import host_refusals
 from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Reduction
@@ -68,7 +69,7 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
             if teacher is None:
                 kl_fields.warn_without_kl(kl)
             settle_reference(kl, self)
-            check_arguments(kl, self)
+            check_arguments(kl, self, teacher=teacher)
         if teacher is not None and teacher.there:
             shifted = teacher.teacher_placement == "advantage"
             refuse([*kl_fields.one_teacher_refusals(teacher), *advantage_refusals("teacher", shifted, self)])
@@ -98,10 +99,13 @@ def check_arguments(
     args: Any,
     *,
     host: str = "TRL",
+    teacher: TeacherConfig | None = None,
     more: Sequence[Refusal] = (),
 ) -> None:
     """Refuse combinations that the arguments of a trainer of TRL's kind make impossible; `more`: of this host alone."""
     check_name("loss_type", args.loss_type, LOSS_TYPES[host])
+    refuse_beyond(kl, teacher, host="" if host == "TRL" else host)
+    check_beyond(kl, teacher)
     own = LOSS_TYPES[host][args.loss_type]
     of_loss = [
         Refusal(
@@ -145,7 +149,7 @@ def reward_scale(args: Any) -> str:
 
 def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
     """Refusals of a KL in the reward or advantage beside options that undo it."""
-    placement = kl.kl_placement if kl.beta > 0 else "loss"
+    placement = kl.kl_placement if kl.beta != 0 else "loss"
     scale, sums = reward_scale(args), args.multi_objective_aggregation
     divided = [
         ("scale_rewards", scale, scale != "none", "none"),

@@ -109,11 +109,14 @@ class LossHook:
 
     def _penalty(self, scored: Scoring) -> Tensor:
         trainer, term, inputs = self.trainer, self.trainer._klamp.term, self.inputs
-        to_teacher = teacher.penalty(trainer, inputs, scored)
+        others = torch.zeros_like(scored.logprobs) + teacher.penalty(trainer, inputs, scored)
+        batch, scale = batch_of(inputs, scored.logprobs), inputs.get(KL_SCALE)
+        for coefficient, beside in () if self.trainer._klamp.kl is None else self.trainer._klamp.kl.beside():
+            others = others + coefficient * gated_penalty(batch, beside, scale)
         if not self.has_reference or self.beta == 0 or term.placement != "loss":
-            return torch.zeros_like(scored.logprobs) + to_teacher
-        batch = reference.with_exact(trainer, batch_of(inputs, scored.logprobs), inputs, scored.hidden)
-        return self.beta * gated_penalty(batch, term, inputs.get(KL_SCALE)) + to_teacher
+            return others
+        batch = reference.with_exact(trainer, batch, inputs, scored.hidden)
+        return self.beta * gated_penalty(batch, term, scale) + others
 
 
 def _only(scorings: list[Scoring]) -> Scoring:
@@ -139,7 +142,7 @@ class KLMixin(HostTrainer):
         if control is None:
             return float(self.beta)
         beta = control.beta(*progress(self))
-        self.beta = max(beta, NEVER_ZERO) if control.kl.needs_reference else beta
+        self.beta = beta or NEVER_ZERO if control.kl.needs_reference else beta
         return beta
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
