@@ -59,9 +59,10 @@ def test_every_field_of_the_term_is_the_configurations() -> None:
     same = {
         each.name for each in dataclasses.fields(KLTerm) if getattr(term, each.name) == getattr(KLTerm(), each.name)
     }
-    beyond = {"beyond", "max_teacher_log_ratio"}
+    beyond = {"beyond", "max_teacher_log_ratio", "baseline"}
     assert same == {"placement", "anchor", "mean_over"} | beyond, "the other placements take no other choices"
-    further = KLConfig(beta=-0.1, kl_max_teacher_log_ratio=5.0).build_term()
+    further = KLConfig(beta=-0.1, kl_max_teacher_log_ratio=5.0, kl_baseline="exact").build_term()
+    assert further.baseline == "exact"
     assert (further.beyond, further.max_teacher_log_ratio, further.mean_over) == ("teacher", 5.0, "trained")
     with pytest.warns(KLWarning, match="proximal"):
         assert KLConfig(reference="sampler").build_term().anchor == "sampler"

@@ -103,6 +103,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"beta": -0.1, "kl_normalizer": "token_mean"}, "a negative beta takes no kl_exclude_tokens"),
     ({"beta": -0.1, "reference": "ema"}, "a negative beta takes no reference='ema'"),
     ({"reference": "sampler", "sampler_coef": 0.1}, "name the sampler twice"),
+    ({"kl_baseline": "exact", "kl_exclude_tokens": (1,)}, "kl_baseline takes no kl_exclude_tokens"),
     ({"kl_clip_method": "hard", "kl_clip_level": "sequence"}, "gates sampled tokens by their own KL"),
     (IN_REWARD | {"kl_exclude_tokens": (1,)}, "cannot leave tokens out"),
     ({"kl_exclude_tokens": (1,), "kl_estimator": "exact", "kl_horizon": "sequence"}, "cannot leave tokens out"),

@@ -36,14 +36,8 @@ def describe_kl(kl: KLConfig) -> str:
         return "none: beta is 0"
     if kl.beta == 0:
         return "measured and logged only: beta is 0"
-    parts = f"{describe_value(kl)}, gradient {describe_gradient(kl)}, {describe_place(kl)}"
+    parts = f"{describe_value(kl)}, gradient {describe_gradient(kl)}, {PLACEMENTS[kl.kl_placement]}"
     return parts if kl.kl_clip_method == "none" else f"{parts}; {describe_clip(kl)}"
-
-
-def describe_place(kl: KLConfig) -> str:
-    """Where the KL enters, and what stands beside it there, in words."""
-    beside = "".join(f"; beside it {coef:g} x KL(policy||sampler) per token in the loss" for coef, _ in kl.beside())
-    return PLACEMENTS[kl.kl_placement] + beside
 
 
 def describe_anchors(kl: KLConfig, teacher: TeacherConfig | None) -> str:
@@ -72,9 +66,10 @@ def describe_teacher_value(c: TeacherConfig) -> str:
 
 
 def describe_value(kl: KLConfig) -> str:
-    """The estimator of the KL's value and its bound of the log-ratio, in words."""
+    """The estimator of the KL's value, its bound of the log-ratio, and a KL to the sampler beside it, in words."""
     bound = "" if kl.kl_max_log_ratio is None else f", log-ratio bounded at {kl.kl_max_log_ratio:g}"
-    return f"{kl.kl_estimator}{bound}"
+    beside = "".join(f", beside {coef:g} x KL(policy||sampler) in the loss" for coef, _ in kl.beside())
+    return f"{kl.kl_estimator}{bound}{beside}"
 
 
 def describe_gradient(kl: KLConfig) -> str:

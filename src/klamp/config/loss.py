@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from klamp.config import anchor
-from klamp.config.beyond import check_beyond
+from klamp.config.beyond import baseline_refusal, beyond_cautions, check_beyond
 from klamp.config.fields import Need, like, one_of, setting, without_effect
 from klamp.config.kl import KLConfig
 from klamp.config.teacher import TeacherConfig
@@ -22,7 +22,7 @@ from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import CLIP_HIGH, TrustMode, TrustRegion
 from klamp.core.term import Placement, Weighted
 from klamp.core.types import Direction, Reduction
-from klamp.errors import ConfigError, KLWarning
+from klamp.errors import ConfigError, KLWarning, refuse
 
 LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 
@@ -152,10 +152,14 @@ def build_objective(
     check_instance("loss", loss, LossConfig)
     check_number("max_length", max_length, AT_LEAST_1.but("a completion has tokens", "pass max_length"), whole=True)
     check_beyond(kl, teacher)
+    for text in beyond_cautions(kl, teacher):
+        warnings.warn(text, KLWarning, stacklevel=3)
     terms = [Weighted(kl.beta, kl.build_term())]
     if teacher is not None and teacher.there:
         terms.append(Weighted(teacher.teacher_coef, teacher.build_term()))
     for prefix, (coefficient, term) in zip(("kl", "teacher"), terms, strict=False):
+        reduction = LOSS_TYPES[loss.loss_type].reduction
+        refuse([baseline_refusal(prefix, term, reduction, loss.vllm_importance_sampling_mode)])
         if coefficient != 0 and term.placement == "reward" and loss.scale == "std":
             raise ConfigError(
                 "the KL in the reward cannot be combined with advantages divided by the group's std",

@@ -14,7 +14,7 @@ from torch import Tensor
 from klamp.core import surrogates
 from klamp.core.arguments import ANY, AT_LEAST_1, COEFFICIENT, check_fields, check_instance, check_number, limited
 from klamp.core.masking import Totals, check_totals, masked, masked_mean, reduce_tokens
-from klamp.core.penalty import all_shifted, is_beside, joint_metrics, kl_metrics, mean_penalty, penalty_name
+from klamp.core.penalty import all_shifted, kl_metrics, mean_penalty, mix_metrics, penalty_name
 from klamp.core.surrogates import Trusted, TrustRegion
 from klamp.core.term import KLTerm, Weighted, prepare, prepare_terms
 from klamp.core.types import HELD, Batch, LossOutput, Reduction, check_batch
@@ -133,10 +133,10 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     for coefficient, prepared in terms:
         if coefficient != 0 and prepared.term.placement == "loss":
             kl_loss = coefficient * mean_penalty(prepared, objective.reduction, **size)
-            metrics[penalty_name(prepared, terms)] = kl_loss.detach()
+            metrics[penalty_name(prepared)] = kl_loss.detach()
             loss = loss + kl_loss
-        metrics |= {} if is_beside(prepared, terms) else kl_metrics(prepared)
-    metrics |= joint_metrics(terms)
+        metrics |= kl_metrics(prepared)
+    metrics |= mix_metrics(terms)
     return LossOutput(loss, metrics)
 
 

@@ -119,9 +119,7 @@ BY_DESIGN = ("kl-spike", "kl-far", "kl-growing", "kl-high", "beta-runaway")
 
 def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:
     for alarm in ALARMS.values():
-        if history.goes_beyond and alarm.name in BY_DESIGN:
-            continue
-        if (evidence := alarm.rule(history)) is not None:
+        if not (history.goes_beyond and alarm.name in BY_DESIGN) and (evidence := alarm.rule(history)) is not None:
             yield alarm, evidence
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_type_hints
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
+from klamp.config.beyond import baseline_cautions
 from klamp.config.fields import check_cluster, check_server, resolve_aliases, setting
 from klamp.config.kl import DType
-from klamp.config.teacher import ALL_ALIASES
+from klamp.config.teacher import ALL_ALIASES, UNBIASED
 from klamp.core.arguments import (
     ABOVE_0_TO_1,
     AT_LEAST_0,
@@ -219,8 +220,11 @@ class TrainConfig:
                 "A KL to the sampler has no effect with num_iterations=1, but for rounding: at a rollout's only update "
                 "the policy is the sampler. Use num_iterations of 2 or more, or leave it out."
             )
+        clips = not once and self.loss.surrogate == "ppo_clip" and self.task.reward != NO_REWARD
+        for term in (self.kl.build_term(), teacher.build_term()):
+            yield from baseline_cautions(term, clips=clips, cut=cut)
         sampled = teacher.teacher_estimator in ("k1", "k3") or teacher.teacher_horizon == "sequence"
-        sampled |= teacher.teacher_estimator == "topk" and teacher.teacher_tail == "sampled"
+        sampled |= teacher.teacher_estimator == "topk" and teacher.teacher_tail in UNBIASED
         if cut and sampled and teacher.there and teacher.teacher_placement == "loss":
             effect = "the KL to the teacher is that over what it keeps. For the KL over all words"
             if teacher.teacher_off_policy == "none":

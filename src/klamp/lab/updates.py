@@ -79,7 +79,7 @@ def scored_batch(
 ) -> Batch:
     """A part of the rollout as the batch that the loss takes."""
     batch, (beta, term) = batch_of(context, rollout, scores.logprobs, part), objective.terms[0]
-    if beta != 0 and term.value == "exact":
+    if beta != 0 and "exact" in (term.value, term.baseline):
         forward = scores.exact_forward if term.gradient == "forward" else None
         batch = batch.with_anchor(term.anchor, kl=scores.exact, forward_kl=forward)
     return batch if scores.teacher is None else batch.with_anchor("teacher", kl=scores.teacher)

@@ -16,7 +16,7 @@ from typing import cast, get_args
 import torch
 
 from klamp.config import KLConfig, LossConfig
-from klamp.config.beyond import NO_PRICE, beyond_cautions, refuse_beyond
+from klamp.config.beyond import NO_PRICE, beyond_cautions, check_beyond
 from klamp.config.describe import (
     describe_average,
     describe_clip,
@@ -42,7 +42,8 @@ from klamp.verify.worlds import Who
 SEEDS = range(4)
 LENGTH = 3
 """Longest completion of the worlds of whole completions, in tokens."""
-TERM = ["estimator", "gradient", "horizon", "placement", "max_log_ratio", "off_policy", "max_weight", "normalizer"]
+TERM = ["estimator", "gradient", "baseline", "horizon", "placement", "max_log_ratio", "off_policy", "max_weight"]
+TERM += ["normalizer"]
 """The fields `kl_...` of a KL term, without its coefficient and clip."""
 DIVERGENCES: Mapping[Direction, str] = {direction: IN_WORDS[direction] for direction in get_args(Direction)}
 STRAIGHT = 0.9999
@@ -179,7 +180,7 @@ def explain_config(
         ConfigError: a combination that `build_objective` refuses.
     """
     setting, teacher = setting or Setting(), teacher if teacher is not None and teacher.there else None
-    refuse_beyond(kl, teacher)
+    check_beyond(kl, teacher)
     around = [("paper", setting.paper)] if setting.paper else []
     if not kl.needs_reference and teacher is None:
         text = "No KL: beta is 0, no reference is loaded, and it costs nothing."

@@ -104,9 +104,9 @@ class LossCall:
 
     @property
     def head(self) -> TeacherConfig | None:
-        """The teacher if its KL is computed over a head; None: there is none, or its KL is of the sampled tokens."""
+        """The teacher if its KL, or its baseline, is computed over a head; None: all it has is the sampled tokens."""
         teacher = self.teacher
-        return teacher if teacher is not None and teacher.there and teacher.teacher_estimator == "topk" else None
+        return teacher if teacher is not None and teacher.there and teacher.head_size is not None else None
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
@@ -274,7 +274,8 @@ def _head_kl(rows: Rows, policy: Tensor, teacher: TeacherConfig) -> tuple[Tensor
     anchor = torch.cat([rows.head_logprobs, rows.teacher_logprobs[..., None]], -1)
     ids, valid = torch.cat([rows.head, rows.target_tokens[..., None]], -1), rows.head >= 0
     weight = None if teacher.teacher_off_policy == "none" else policy[..., -1].detach() - rows.logprobs
-    how: Any = {"direction": teacher.teacher_direction, "tail": teacher.teacher_tail}
+    tail = teacher.teacher_tail if teacher.teacher_estimator == "topk" else "bucket"
+    how: Any = {"direction": teacher.teacher_direction, "tail": tail}
     kl = topk_kl_of(policy, anchor, ids, **how, log_weight=weight, kept=valid)
     if not teacher.teacher_top_k:
         return kl, {}

@@ -10,7 +10,7 @@ from typing import Any
 import trl
 
 from klamp.config import TRL_LOSS_TYPES, KLConfig
-from klamp.config.beyond import check_beyond, refuse_beyond
+from klamp.config.beyond import baseline_cautions, baseline_refusal, beyond_cautions, check_beyond
 from klamp.config.fields import host_refusals
 from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Reduction
@@ -104,8 +104,7 @@ def check_arguments(
 ) -> None:
     """Refuse combinations that the arguments of a trainer of TRL's kind make impossible; `more`: of this host alone."""
     check_name("loss_type", args.loss_type, LOSS_TYPES[host])
-    refuse_beyond(kl, teacher, host="" if host == "TRL" else host)
-    check_beyond(kl, teacher)
+    check_beyond(kl, teacher, host="" if host == "TRL" else host)
     own = LOSS_TYPES[host][args.loss_type]
     of_loss = [
         Refusal(
@@ -127,7 +126,15 @@ def check_arguments(
             fix="set use_liger_kernel=False, or use trl>=1.14, where it only swaps layers",
         ),
     ]
-    refuse([*host_refusals(kl, host), *placement_refusals(kl, args), *of_loss, *more])
+    weighs = getattr(args, "use_vllm", False) and getattr(args, "vllm_importance_sampling_correction", False)
+    weights = args.vllm_importance_sampling_mode if weighs else None
+    terms = {"kl": kl.build_term()} | ({} if teacher is None else {"teacher": teacher.build_term()})
+    of_baselines = [baseline_refusal(prefix, term, own, weights) for prefix, term in terms.items()]
+    refuse([*host_refusals(kl, host), *placement_refusals(kl, args), *of_loss, *of_baselines, *more])
+    clips, cut = args.num_iterations > 1, args.top_p < 1 or bool(args.top_k)
+    texts = [text for term in terms.values() for text in baseline_cautions(term, clips=clips, cut=cut)]
+    for text in [*beyond_cautions(kl, teacher), *texts]:
+        warnings.warn(text, KLWarning, stacklevel=3)
     if (asked := getattr(args, name := "use_bias_correction_kl", None)) != getattr(type(args), name, None):
         text = f"{name}={asked} has no effect: the KL is klamp's, and its gradient the one that kl_gradient says."
         warnings.warn(text, KLWarning, stacklevel=3)

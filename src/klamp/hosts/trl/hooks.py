@@ -65,7 +65,11 @@ class LossHook:
         """A context with the inputs of the loss; a KL in the advantage is that of the policy scored in the loss."""
 
         def advantages() -> Advantages:
-            return self._shift(self.trainer, shifted, batch_of(self.inputs, _only(scorings).logprobs), threshold)
+            scored, inputs = _only(scorings), self.inputs
+            batch = reference.with_exact(
+                self.trainer, teacher.with_kl(self.trainer, inputs, scored), inputs, scored.hidden
+            )
+            return self._shift(self.trainer, shifted, batch, threshold)
 
         # TRL multiplies beta with a KL if it has a reference's numbers; without one the teacher's stand in for them
         stand_in = {} if self.has_reference or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
