@@ -141,8 +141,14 @@ def build(kl: Any, teacher: dict[str, Any], loss: dict[str, Any]) -> Any:
 
 def test_ppos_clip_and_a_truncated_sampler_are_said() -> None:
     term = TeacherConfig(teacher_model="DIR", teacher_baseline="exact", teacher_placement="advantage").build_term()
-    assert len(list(baseline_cautions(term, clips=True, cut=True))) == 2
-    assert not list(baseline_cautions(replace(term, baseline="none"), clips=True, cut=True))
+    in_loss = replace(term, placement="loss")
+    for one, count in (
+        (term, 2),
+        (in_loss, 2),
+        (replace(in_loss, off_policy="token"), 1),
+        (replace(term, baseline="none"), 0),
+    ):
+        assert len(list(baseline_cautions(one, later=True, cut=True))) == count
     with pytest.warns(match="top_p or top_k"):
         TrainConfig.from_flat({"cpu": True, "teacher_model": "DIR", "teacher_baseline": "exact", "top_p": 0.9})
 

@@ -69,10 +69,12 @@ def baseline_refusal(prefix: str, term: KLTerm, reduction: Reduction | None, wei
     )
 
 
-def baseline_cautions(term: KLTerm, *, clips: bool, cut: bool) -> Iterator[str]:
-    """A baseline under PPO's clip after a rollout's first update, and under a truncated sampler."""
+def baseline_cautions(term: KLTerm, *, later: bool, cut: bool) -> Iterator[str]:
+    """A baseline after a rollout's first update (`later`), and under a truncated sampler (`cut`)."""
     who = f"The baseline of the KL to the {term.anchor}"
-    if term.baseline != "none" and clips and term.placement == "advantage":
+    if term.baseline != "none" and later and term.placement == "advantage":
         yield f"{who} turns the sign of 9 to 27 % of the advantages, by which PPO's clip goes. Put that KL in the loss."
+    if term.baseline != "none" and later and (term.placement, term.off_policy) == ("loss", "none"):
+        yield f"{who} needs its token's weight in later updates (else 17 % off). Set the off_policy of that KL."
     if term.baseline != "none" and cut:
         yield f"{who} ends farther away if top_p or top_k cut the sampler (KL .235 for .057). Sample the whole policy."

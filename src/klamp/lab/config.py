@@ -220,9 +220,8 @@ class TrainConfig:
                 "A KL to the sampler has no effect with num_iterations=1, but for rounding: at a rollout's only update "
                 "the policy is the sampler. Use num_iterations of 2 or more, or leave it out."
             )
-        clips = not once and self.loss.surrogate == "ppo_clip" and self.task.reward != NO_REWARD
         for term in (self.kl.build_term(), teacher.build_term()):
-            yield from baseline_cautions(term, clips=clips, cut=cut)
+            yield from baseline_cautions(term, later=not once, cut=cut)
         sampled = teacher.teacher_estimator in ("k1", "k3") or teacher.teacher_horizon == "sequence"
         sampled |= teacher.teacher_estimator == "topk" and teacher.teacher_tail in UNBIASED
         if cut and sampled and teacher.there and teacher.teacher_placement == "loss":

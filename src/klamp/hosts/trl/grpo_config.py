@@ -131,8 +131,8 @@ def check_arguments(
     terms = {"kl": kl.build_term()} | ({} if teacher is None else {"teacher": teacher.build_term()})
     of_baselines = [baseline_refusal(prefix, term, own, weights) for prefix, term in terms.items()]
     refuse([*host_refusals(kl, host), *placement_refusals(kl, args), *of_loss, *of_baselines, *more])
-    clips, cut = args.num_iterations > 1, args.top_p < 1 or bool(args.top_k)
-    texts = [text for term in terms.values() for text in baseline_cautions(term, clips=clips, cut=cut)]
+    later, cut = args.num_iterations > 1, args.top_p < 1 or bool(args.top_k)
+    texts = [text for term in terms.values() for text in baseline_cautions(term, later=later, cut=cut)]
     for text in [*beyond_cautions(kl, teacher), *texts]:
         warnings.warn(text, KLWarning, stacklevel=3)
     if (asked := getattr(args, name := "use_bias_correction_kl", None)) != getattr(type(args), name, None):
