@@ -11,6 +11,7 @@ from tests.batches import flat_batch
 from tests.diagnostics.histories import history_of
 from tests.hosts.trl.hosts import arguments
 
+from klamp import check
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
 from klamp.config.loss import Price
 from klamp.core.objective import Objective, grpo_loss
@@ -189,3 +190,21 @@ def test_alarms_of_a_kl_that_grows_by_design_stay_silent() -> None:
         "negative-beta",
     }
     assert "kl-growing" not in beyond.checked and "kl-growing" not in beyond.unchecked
+
+
+def test_check_names_a_negative_beta_and_a_baseline() -> None:
+    """With beta passed the sign is right, and said; a coefficient less the KL at the prefix is the reverse KL's."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 8, 12, generator=generator, requires_grad=True)
+    teacher = logits.detach() + 0.5 * torch.randn(6, 8, 12, generator=generator)
+    ids, advantages = torch.randint(12, (6, 8), generator=generator), torch.randn(6, generator=generator)
+    p, q = logits.log_softmax(-1), teacher.log_softmax(-1)
+    own, other = (x.gather(-1, ids[..., None])[..., 0] for x in (p, q))
+    base = (p.exp() * (p - q)).sum(-1).detach()
+    verdict = check(((own - other).detach() - base).mul(own).mean(), logits=logits, teacher_logits=teacher, ids=ids)
+    assert verdict.kl == "reverse" and "baseline" in str(verdict)
+    logprobs = own.detach().requires_grad_()
+    ratio, delta = (logprobs - own.detach()).exp(), own.detach() - other
+    loss = (-ratio * advantages[:, None] - 0.25 * logprobs * delta).mean()
+    verdict = check(loss, policy_logprobs=logprobs, ref_logprobs=other, advantages=advantages, beta=-0.25)
+    assert verdict.kl == "reverse" and [x.code for x in verdict.findings if x.code.startswith("kl-")] == ["kl-beyond"]
