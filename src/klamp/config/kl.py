@@ -264,22 +264,19 @@ def refusals(c: KLConfig) -> list[Refusal]:
     in_loss, clipped, of_sampler = c.kl_placement == "loss", c.kl_clip_method != "none", c.reference == "sampler"
     summed = c.kl_placement != "reward" and c.kl_gradient != "forward" and c.kl_estimator != "exact"
     own = gates_on_itself(c.kl_estimator, c.kl_gradient, c.kl_horizon, c.kl_off_policy)
-    steered, negative = c.controller_name != "fixed", c.beta < 0
-    moves, rows_alone = ("sampler", "ema", "periodic"), c.reference in ("sampler", "remote")
+    steered, negative, moves = c.controller_name != "fixed", c.beta < 0, ("sampler", "ema", "periodic")
     rows: list[tuple[object, str, str, str, str]] = [
         (not in_loss and c.kl_gradient != "reverse",
          f"kl_gradient={c.kl_gradient!r} has no meaning with kl_placement={c.kl_placement!r}", "",
          "in the reward or the advantage the gradient is that of the score function: reverse",
          "leave kl_gradient='reverse', or set kl_placement='loss'"),
         (clipped and in_loss and (c.kl_estimator, c.kl_gradient) == ("k1", "own"),
-         "a clipped k1-as-loss is refused", "",
-         "k1's own gradient is zero in expectation; gated by a clip it becomes an unlabelled regulariser",
-         "use kl_gradient='reverse'"),
+         "a clipped k1-as-loss is refused", "", "k1's own gradient is zero in expectation; gated by a clip it becomes "
+         "an unlabelled regulariser", "use kl_gradient='reverse'"),
         (clipped and c.kl_clip_level == "sequence" and not own,
          "kl_clip_level='sequence' gates sampled tokens by their own KL", "",
          "the gate is then correlated with the tokens whose gradient it multiplies: their product follows no KL",
-         "leave kl_clip_level out, or set kl_estimator='exact' with kl_horizon='token' (no forward gradient, no prefix "
-         "weights)"),
+         "leave kl_clip_level out, or set kl_estimator='exact', kl_horizon='token' (not forward, no prefix weights)"),
         (negative and not c.build_term().follows_reverse,
          "a negative beta takes no clip, and no gradient but the reverse KL's", f"beta={c.beta:g}",
          "any other form is unbounded below (k3 differentiated), or ends elsewhere",
@@ -305,7 +302,7 @@ def refusals(c: KLConfig) -> list[Refusal]:
          f"kl_schedule={c.kl_schedule!r}, kl_warmup_steps={c.kl_warmup_steps}, target_kl={c.target_kl}",
          "both move beta: the controller raises what the schedule lowers, until its bound",
          "leave out target_kl for a schedule, or kl_schedule and kl_warmup_steps for a target"),
-        (rows_alone and "exact" in (c.kl_estimator, c.kl_baseline),
+        (c.reference in ("sampler", "remote") and "exact" in (c.kl_estimator, c.kl_baseline),
          f"kl_estimator='exact' cannot use {'the sampler' if of_sampler else 'a remote reference'}",
          f"kl_estimator={c.kl_estimator!r}, kl_baseline={c.kl_baseline!r}",
          "it gives log-probabilities of the sampled tokens, not whole rows of logits",

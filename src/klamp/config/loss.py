@@ -158,8 +158,8 @@ def build_objective(
     if teacher is not None and teacher.there:
         terms.append(Weighted(teacher.teacher_coef, teacher.build_term()))
     for prefix, (coefficient, term) in zip(("kl", "teacher"), terms, strict=False):
-        reduction = LOSS_TYPES[loss.loss_type].reduction
-        refuse([baseline_refusal(prefix, term, reduction, loss.vllm_importance_sampling_mode)])
+        mode = loss.vllm_importance_sampling_mode
+        refuse([baseline_refusal(prefix, term, LOSS_TYPES[loss.loss_type].reduction, mode)])
         if coefficient != 0 and term.placement == "reward" and loss.scale == "std":
             raise ConfigError(
                 "the KL in the reward cannot be combined with advantages divided by the group's std",

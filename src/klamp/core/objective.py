@@ -41,8 +41,7 @@ class Objective:
     max_length: int | None = limited(None, AT_LEAST_1)
     """L of the reduction `fixed_length`."""
     terms: tuple[Weighted, ...] = ()
-    """KL terms, each with its coefficient; 0 takes one out of the loss. Below 0 only a reverse KL that names another
-    term's anchor (`KLTerm.beyond`), whose coefficient is larger in size."""
+    """KL terms, each with its coefficient; 0 takes one out of the loss, below 0 it needs `KLTerm.beyond`."""
     trust: TrustRegion = field(default_factory=TrustRegion)
     """What bounds the policy loss's weight old policy / sampler; by default nothing."""
 

@@ -77,8 +77,7 @@ class KLTerm:
     beyond: str = ""
     """The anchor (a teacher) that a negative coefficient of this term leads beyond; empty: the coefficient is >= 0."""
     baseline: KLBaseline = "none"
-    """What is taken from the log-ratio of a sampled token, to change the noise and not the mean: none, the exact KL at
-    its prefix, or that of a head with all other words as one bucket."""
+    """The KL at the prefix that is taken from a sampled token's log-ratio: none, exact, or with a bucket as tail."""
     max_teacher_log_ratio: float | None = limited(None, BOUND)
     """Bound of log teacher - log reference in nats, for a negative coefficient; how often it binds is logged."""
     clip_method: ClipMethod = "none"

@@ -113,8 +113,7 @@ def examine(history: History) -> Diagnosis:
     return Diagnosis(history=history, findings=findings, checked=checked, unchecked=unchecked)
 
 
-BY_DESIGN = ("kl-spike", "kl-far", "kl-growing", "kl-high", "beta-runaway")
-"""Alarms that a negative beta raises by design: it takes the policy from the reference."""
+BY_DESIGN = ("kl-spike", "kl-far", "kl-growing", "kl-high")  # with a negative beta, which leaves the reference
 
 
 def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:

@@ -65,10 +65,9 @@ class LossHook:
         """A context with the inputs of the loss; a KL in the advantage is that of the policy scored in the loss."""
 
         def advantages() -> Advantages:
-            scored, inputs = _only(scorings), self.inputs
-            batch = reference.with_exact(
-                self.trainer, teacher.with_kl(self.trainer, inputs, scored), inputs, scored.hidden
-            )
+            scored = _only(scorings)
+            batch = teacher.with_kl(self.trainer, self.inputs, scored)
+            batch = reference.with_exact(self.trainer, batch, self.inputs, scored.hidden)
             return self._shift(self.trainer, shifted, batch, threshold)
 
         # TRL multiplies beta with a KL if it has a reference's numbers; without one the teacher's stand in for them
