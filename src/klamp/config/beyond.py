@@ -1,8 +1,7 @@
 """What takes two parts of a configuration to judge: a negative beta beside a teacher, and a baseline.
 
-A negative beta extrapolates from the reference through the teacher: with s = beta + teacher_coef > 0 and lambda =
-teacher_coef / s > 1 the run ends at log policy = lambda log teacher + (1 - lambda) log ref + const, and s is the price
-of a nat away from there. -|beta| KL(policy||ref) alone has no minimum.
+With s = beta + teacher_coef > 0 and lambda = teacher_coef / s > 1 a negative beta ends at the mix log policy = lambda
+log teacher + (1 - lambda) log ref + const, a nat away from which costs s. -|beta| KL(policy||ref) has no minimum.
 
 Source: G-OPD arXiv:2602.12125 (negative beta), vOPD arXiv:2605.07865 (baseline)
 """
@@ -47,14 +46,13 @@ def beyond_cautions(kl: KLConfig, teacher: TeacherConfig | None) -> Iterator[str
     lam = 1.0 if kl.beta >= 0 or teacher is None else teacher.teacher_coef / (kl.beta + teacher.teacher_coef)
     if lam >= 2:
         yield (
-            f"beta={kl.beta:g} beside the teacher makes lambda = {lam:.3g}: tokens win that the teacher hardly has and "
-            "the reference has even less (at 2 one of .001 against 1e-6 gets half of the probability). Use a smaller "
-            "-beta, or kl_max_teacher_log_ratio."
+            f"beta={kl.beta:g} beside the teacher makes lambda = {lam:.3g}: rare tokens of the teacher win if the "
+            "reference has even less of them (.001 against 1e-6). Use a smaller -beta, or kl_max_teacher_log_ratio."
         )
     if lam > 1 and kl.kl_horizon == "sequence":
         yield (
-            "A negative beta over whole completions may have no optimum if their length is open: the policy then "
-            "lengthens up to the cap. Watch length/mean, or use kl_horizon and teacher_horizon 'token'."
+            "A negative beta with kl_horizon='sequence' may have no optimum if lengths are open: the policy then "
+            "lengthens up to the cap. Watch length/mean, or use horizon 'token'."
         )
 
 

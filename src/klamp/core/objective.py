@@ -12,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from klamp.core import surrogates
-from klamp.core.arguments import ANY, AT_LEAST_1, COEFFICIENT, check_fields, check_instance, check_number, limited
+from klamp.core.arguments import AT_LEAST_1, COEFFICIENT, check_fields, check_instance, check_number, limited
 from klamp.core.masking import Totals, check_totals, masked, masked_mean, reduce_tokens
 from klamp.core.penalty import all_shifted, kl_metrics, mean_penalty, mix_metrics, penalty_name
 from klamp.core.surrogates import Trusted, TrustRegion
@@ -48,10 +48,12 @@ class Objective:
     def __post_init__(self) -> None:
         check_fields(self)
         for coefficient, term in self.terms:
+            check_number("coefficient of a KL", coefficient, fix=COEFFICIENT.fix)
             check_instance("term", term, KLTerm)
-            towards = sum(other for other, toward in self.terms if toward.anchor == term.beyond)
-            sound = coefficient < 0 < coefficient + towards and term.follows_reverse
-            check_number("coefficient of a KL", coefficient, ANY if sound else COEFFICIENT)
+        for coefficient, term in self.terms:
+            total = coefficient + sum(other for other, toward in self.terms if toward.anchor == term.beyond)
+            if total <= 0 or not term.follows_reverse:
+                check_number("coefficient of a KL", coefficient, COEFFICIENT)
 
     @property
     def active(self) -> tuple[Weighted, ...]:
