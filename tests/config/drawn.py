@@ -49,6 +49,8 @@ def other_configurations(cls: Any) -> list[dict[str, Any]]:
     for field in dataclasses.fields(cls):
         number = isinstance(field.default, int | float)
         found += [{field.name: value} for value in (*other_values(cls, field), *([0] if number else []))]
+    if cls is KLConfig:
+        found.append({"beta": -0.2})  # beside a teacher
     return found
 
 

@@ -59,7 +59,11 @@ def test_every_field_of_the_term_is_the_configurations() -> None:
     same = {
         each.name for each in dataclasses.fields(KLTerm) if getattr(term, each.name) == getattr(KLTerm(), each.name)
     }
-    assert same == {"placement", "anchor", "mean_over"}, "the other placements take no other choices"
+    beyond = {"beyond", "max_teacher_log_ratio", "baseline"}
+    assert same == {"placement", "anchor", "mean_over"} | beyond, "the other placements take no other choices"
+    further = KLConfig(beta=-0.1, kl_max_teacher_log_ratio=5.0, kl_baseline="exact").build_term()
+    assert further.baseline == "exact"
+    assert (further.beyond, further.max_teacher_log_ratio, further.mean_over) == ("teacher", 5.0, "trained")
     with pytest.warns(KLWarning, match="proximal"):
         assert KLConfig(reference="sampler").build_term().anchor == "sampler"
     elsewhere = KLConfig(kl_placement="advantage", kl_estimator="k1", kl_horizon="sequence").build_term()
@@ -69,6 +73,7 @@ def test_every_field_of_the_term_is_the_configurations() -> None:
 DEFAULTS = {
     "vllm_importance_sampling_clip_max": 3.0,
     "beta": 0.01,
+    "sampler_coef": 0.0,
     "kl_clip_threshold": 0.5,
     "kl_clip_temperature": 1.0,
     "kl_controller_factors": (1.5, 0.75, 1.5, 0.5),

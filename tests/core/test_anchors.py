@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.batches import changed, flat_batch, objective_of, read, rows_of
 
-from klamp.config import TeacherConfig
+from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
 from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
 from klamp.core.masking import Totals
@@ -223,3 +223,32 @@ def test_the_run_s_own_anchors_score_every_trained_token(anchor):
     for batch in (scored(**{name: lost}), changed(scored(**{name: lost}), kl_mask=kept)):
         with pytest.raises(NonFiniteError, match=name):
             grpo_loss(batch, objective_of(beta=0.1, kl=KLTerm(anchor=anchor, max_log_ratio=5.0)))
+
+
+def test_a_configuration_holds_the_run_to_the_reference_and_each_update_to_the_sampler():
+    """By enumeration over four words: E_mu of the gradient is beta grad KL(p||ref) + coef grad KL(p||mu)."""
+    logits = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    policy, (ref, sampler) = logits[0].requires_grad_(), logits[1:].log_softmax(-1)
+    kl = KLConfig(beta=0.2, sampler_coef=0.3, kl_off_policy="token")
+    objective = replace(build_objective(kl, LossConfig(), max_length=1), **SUM)
+    scores = {"policy_logprobs": policy.log_softmax(-1), "ref_logprobs": ref, "sampler_logprobs": sampler}
+    batch = flat_batch(
+        **{name: x[:, None] for name, x in scores.items()},
+        mask=torch.ones(4, 1, dtype=torch.bool),
+        advantages=torch.zeros(4),
+    )
+    rows = [grpo_loss(rows_of(batch, slice(v, v + 1)), objective) for v in range(4)]
+    found = sum(sampler[v].exp() * rows[v].loss for v in range(4))
+    p = policy.log_softmax(-1)
+    expected = sum(coef * (p.exp() * (p - other)).sum() for coef, other in ((0.2, ref), (0.3, sampler)))
+    gradients = [torch.autograd.grad(x, policy, retain_graph=True)[0] for x in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)
+    metrics = grpo_loss(batch, objective).metrics
+    deltas = [(p - other).detach() for other in (ref, sampler)]
+    k3 = [((-delta).exp() - 1 + delta).mean().item() for delta in deltas]
+    assert (metrics["kl/k3"].item(), metrics["sampler/kl"].item()) == pytest.approx(tuple(k3))
+    assert metrics["train/sampler_penalty"] != metrics["train/kl_penalty"]
+    assert [coefficient for coefficient, _ in objective.weighted(0.5).terms] == [0.5, 0.3]
+    assert len(build_objective(replace(kl, sampler_coef=0.0), LossConfig(), max_length=1).terms) == 1
+    with pytest.raises(ConfigError, match="twice"):
+        KLConfig(reference="sampler", sampler_coef=0.3)

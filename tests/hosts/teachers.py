@@ -15,6 +15,7 @@ ADVANTAGE = {"teacher_placement": "advantage"}
 SEQUENCE = {"teacher_horizon": "sequence"}
 HEAD = {"teacher_estimator": "topk", "teacher_top_k": 5}
 OF_TEACHER = HEAD | {"teacher_head": "teacher"}
+BUCKET = {"teacher_estimator": "k1", "teacher_baseline": "bucket", "teacher_top_k": 5}
 FORWARD = {"teacher_direction": "forward"}
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -35,6 +36,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "the teacher's head": OF_TEACHER,
     "the teacher's head, forward": OF_TEACHER | FORWARD,
     "the teacher's head, forward, bucket": OF_TEACHER | FORWARD | {"teacher_tail": "bucket"},
+    "k1 less the exact baseline": {"teacher_estimator": "k1", "teacher_baseline": "exact"},
+    "k1 less the student's bucket": BUCKET,
+    "the teacher's bucket, in the advantage": BUCKET | ADVANTAGE | {"teacher_head": "teacher"},
+    "the student's head, centered": HEAD | {"teacher_tail": "centered"},
     "the tail alone": {"teacher_estimator": "topk", "teacher_top_k": 0},
     "the tail alone, forward": {"teacher_estimator": "topk", "teacher_top_k": 0, **FORWARD},
 }
@@ -59,9 +64,9 @@ def config_of(name: str, **options: Any) -> TeacherConfig:
 
 def at_prefixes(config: TeacherConfig, logits: Tensor, taught: Tensor, ids: Tensor) -> Tensor | None:
     """The KL at each prefix from whole rows of logits, [B, T]; the policy has sampled, so that its weight is 1."""
-    if config.teacher_estimator == "exact":
+    if "exact" in (config.teacher_estimator, config.teacher_baseline):
         return exact_kl(logits, taught, direction=config.teacher_direction)
-    if config.teacher_estimator != "topk":
+    if config.head_size is None:
         return None
     p, q, k = logits.log_softmax(-1), taught.log_softmax(-1), config.teacher_top_k
     own, theirs = p.topk(k).indices, q.topk(k).indices
@@ -71,5 +76,6 @@ def at_prefixes(config: TeacherConfig, logits: Tensor, taught: Tensor, ids: Tens
         kept[..., k:] = (theirs[..., :, None] != own[..., None, :]).all(-1)
     outside = ~((head == ids[..., None]) & kept).any(-1)
     of_head, of_token = ([x.gather(-1, at) for x in (p, q)] for at in (head, ids[..., None]))
-    options: dict[str, Any] = {"direction": config.teacher_direction, "tail": config.teacher_tail, "kept": kept}
+    tail = config.teacher_tail if config.teacher_estimator == "topk" else "bucket"
+    options: dict[str, Any] = {"direction": config.teacher_direction, "tail": tail, "kept": kept}
     return topk_kl(*of_head, *[x[..., 0] for x in of_token], outside, **options)

@@ -24,12 +24,12 @@ from klamp.hosts.common.anchors import check_same
 from klamp.lab.backends import train_run
 from klamp.lab.checkpoint import check_resume
 from klamp.lab.folders import lines_of
-from klamp.lab.loop import Trainer
+from klamp.lab.loop import Trainer, take_step
 from klamp.lab.models import load_model
 from klamp.lab.rollouts import collect
 from klamp.lab.setup import open_inputs
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
-from klamp.lab.updates import completion_row, measured, scored_batch, taught_of, update, with_old_logprobs
+from klamp.lab.updates import adamw, completion_row, measured, scored_batch, taught_of, update, with_old_logprobs
 from klamp.scoring.completions import select
 from klamp.scoring.scorer import Ask, score
 
@@ -70,6 +70,18 @@ def test_value_and_gradient_are_those_of_whole_rows(context_of, teacher, kind):
     # A float32 gradient is a sum over tokens: its entries are right to some eps of the largest one, not of themselves.
     atol = 1e-5 * max(float(x.abs().max()) for x in gradients[1])
     torch.testing.assert_close(*gradients, rtol=0, atol=atol)
+
+
+def test_a_step_beyond_the_teacher_with_baselines_and_the_sampler_held(context_of, teacher):
+    """The whole step of klamp's own loop: no price, the KL to the mix, that to the sampler after an update."""
+    twice = {"num_iterations": 2, "learning_rate": 1e-3}
+    beyond = {"beta": -0.2, "kl_estimator": "k1", "kl_baseline": "exact", "kl_off_policy": "token", **twice}
+    beside = {"teacher_coef": 1.0, "teacher_baseline": "bucket", "teacher_top_k": 4, "teacher_off_policy": "token"}
+    made = context_of(teacher_model=teacher, **beyond, **beside), context_of(beta=0.1, sampler_coef=0.2, **twice)
+    metrics, held = (take_step(c, adamw(c.policy, c.config), c.task.train[:3], step=0, total_steps=4)[1] for c in made)
+    assert metrics["beta"] == -0.2 and "beta/price" not in metrics and metrics["kl/mix"] >= 0
+    assert made[0].exact_everywhere and "beta/price" in held
+    assert held["sampler/kl"] > 0 and "teacher/coef" not in held
 
 
 def prompts_file(tmp_path, rows) -> dict[str, str]:

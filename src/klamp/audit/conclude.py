@@ -225,7 +225,7 @@ class Reading:
         """Judge a KL by the sign of its coefficient, which is right if it is that of beta."""
         direction = int(np.sign(coefficient)) * (-1 if (self.beta or 0) < 0 else 1)
         self.kl, findings = judge_kinds(kinds, direction, self._means)
-        self.findings += findings
+        self.findings += findings + ([finding("kl-beyond")] if direction > 0 > (self.beta or 0) else [])
 
     def _cautions(self, kl: Form, kinds: Sequence[str]) -> None:
         drift = float(np.sqrt(np.square(self.t.r - 1).mean()))

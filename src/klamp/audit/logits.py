@@ -194,7 +194,8 @@ def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[Chec
     rows = np.arange(len(ids))
     policy, teacher = log_s[rows, ids], log_t[rows, ids]
     sequences = np.unique(p.where[0], return_inverse=True)[1]
-    t = Tokens(gradient=best.scale, policy=policy, ref=teacher, row=sequences, eps=max(p.eps, 1e-6))
+    prefix = (np.exp(log_s) * (log_s - log_t)).sum(1)  # a baseline
+    t = Tokens(gradient=best.scale, policy=policy, ref=teacher, row=sequences, eps=max(p.eps, 1e-6), baseline=prefix)
     explained = explain(t)
     if explained.stage in ("unknown", "free"):
         s, tail = np.exp(policy), np.log1p(-np.minimum(np.exp(policy), 1 - 1e-12))
@@ -208,7 +209,9 @@ def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[Chec
     kinds, sign = explained.kinds, int(np.sign(explained.fits[0].b))
     if kinds[0] == "zero" and sign < 0:
         return "none", [finding("kl-absent", seen=": the loss is cross-entropy")]
-    return judge_kinds(kinds, sign, means)
+    kl, findings = judge_kinds(kinds, sign, means)
+    named = explained.fits[0].kl is not None and "baseline" in explained.fits[0].kl.name
+    return kl, findings + [finding("kl-baseline")] * named
 
 
 def _prefix_kl(scale: Array, log_s: Array, log_t: Array) -> str:

@@ -105,7 +105,7 @@ def _plan(config: TrainConfig, task: Task | None) -> dict[str, str]:
         lines["task"] += f"; {counts}; longest prompt (tokens): {task.longest}"
     if going := check_resume(config, Path(run.output_dir or "")):
         lines["resume"] = f"after step {going[0]}; changed: {going[1] or 'nothing'}"
-    if kl.needs_reference and config.task.reward != NO_REWARD and kl.reference != "sampler":
+    if kl.needs_reference and kl.beta >= 0 and config.task.reward != NO_REWARD and kl.reference != "sampler":
         price = configured_price(kl, config.loss, group_size=size, mean_length=length, max_length=length)
         lines["price"] = describe_price(price, group_size=size)
     completions = f"{rollout.prompts_per_step} prompts x {size} completions = {rollout.prompts_per_step * size}"

@@ -90,11 +90,13 @@ NO_LOGITS = HostLimit(
     "use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
     values=("exact",),
 )
+NO_EXACT_BASELINE = replace(NO_LOGITS, fix="leave kl_baseline unset")
 ONE_AVERAGE = HostLimit(
     ("verl",),
     "its loss_agg_mode averages the policy loss and the KL alike",
     "leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
 )
+ONE_KL = HostLimit(("unsloth", "verl"), "its loss takes one KL; klamp train, klamp.trl and klamp.tinker take two")
 OWN_STEP = HostLimit(
     ("trl", "unsloth", "verl"),
     "its loop always takes the optimizer step; a loss of 0 would still move the weights by momentum and weight decay",
@@ -145,4 +147,5 @@ IN_THE_LOSS = HostLimit(
     "set teacher_placement='loss': the expected gradient of k1 is the same",
 )
 WITHOUT_A_NUMBER = HostLimit(("verl",), "it calls a loss of distillation by a registered name, without a number")
+NO_BASELINE = HostLimit(("verl",), "its loss of distillation has no place for a second number per token")
 READ_ONCE = HostLimit(("verl",), "distillation_loss_coef is read once, when its workers start")

@@ -66,9 +66,10 @@ def describe_teacher_value(c: TeacherConfig) -> str:
 
 
 def describe_value(kl: KLConfig) -> str:
-    """The estimator of the KL's value and its bound of the log-ratio, in words."""
+    """The estimator of the KL's value, its bound of the log-ratio, and a KL to the sampler beside it, in words."""
     bound = "" if kl.kl_max_log_ratio is None else f", log-ratio bounded at {kl.kl_max_log_ratio:g}"
-    return f"{kl.kl_estimator}{bound}"
+    beside = "".join(f", beside {coef:g} x KL(policy||sampler) in the loss" for coef, _ in kl.beside())
+    return f"{kl.kl_estimator}{bound}{beside}"
 
 
 def describe_gradient(kl: KLConfig) -> str:

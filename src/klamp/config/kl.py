@@ -22,7 +22,7 @@ from klamp.core.controllers import (
 )
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import check_gradient_choice
-from klamp.core.term import KLTerm, OffPolicy, Placement, gates_on_itself
+from klamp.core.term import KLTerm, OffPolicy, Placement, Weighted, gates_on_itself
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 from klamp.errors import KLWarning, Refusal, refuse
 
@@ -42,12 +42,15 @@ PER_TOKEN = Need(
     f"{CLIP.text}, and use_per_token_kl_threshold=True", lambda c: CLIP.is_met(c) and c.use_per_token_kl_threshold
 )
 SAMPLED, IN_LOSS = one_of("kl_estimator", *ESTIMATORS), one_of("kl_placement", "loss")
-POSITIVE_BETA = Need("a beta above 0", lambda c: c.beta > 0)
+A_BETA = Need("a beta above 0", lambda c: c.beta != 0)
 ADAPTIVE = Need("a controller that moves beta (target_kl, and a beta above 0)", lambda c: c.controller_name != "fixed")
 A_CONTROLLER = Need("kl_controller='hold' (or leave it out)", lambda c: c.kl_controller != "fixed")
 A_START = Need("a beta above 0 to start from", lambda c: c.controller_name != "fixed")
 STEP, PROPORTIONAL = one_of("kl_controller", "step"), one_of("kl_controller", "proportional")
 A_GRADIENT = Need("kl_gradient='reverse' or 'forward'", lambda c: (c.kl_gradient, c.kl_off_policy) != ("none", "none"))
+REVERSE = one_of("kl_gradient", "reverse")
+NEGATIVE = Need("a beta below 0, beside a teacher", lambda c: c.beta < 0)
+NOT_IN_REWARD = one_of("kl_placement", "loss", "advantage")
 WEIGHTS = one_of("kl_off_policy", "token", "sequence")
 NOT_SUMMED = Need(
     "kl_off_policy='sequence' (the exact KL sums over the token, not over its prefix)",
@@ -68,8 +71,9 @@ class KLConfig:
         ConfigError: a combination that cannot work or would not do what its name says.
     """
 
-    beta: float = setting(0.01, BETA, aliases=("kl_coef", "kl_penalty", "kl_beta"))
-    """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
+    beta: float = setting(0.01, aliases=("kl_coef", "kl_penalty", "kl_beta"))
+    """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded. Below 0, beside
+    a larger teacher_coef, the run goes beyond the teacher."""
     kl_estimator: Value = setting("k3", limits=(anchor.NO_LOGITS,))
     """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
     kl_gradient: Gradient = choice("gradient")
@@ -101,14 +105,21 @@ class KLConfig:
     """Lower bound of an adaptive beta; None: beta / 10 for hold, else beta / 100."""
     beta_max: float | None = setting(None, AT_LEAST_0, needs=(ADAPTIVE,))
     """Upper bound of an adaptive beta; None: 3 / sqrt(target_kl), or 10 times beta where that is more."""
+    kl_baseline: Literal["none", "exact"] = choice(
+        "baseline", needs=(SAMPLED, REVERSE, NOT_IN_REWARD), limits=(anchor.NO_EXACT_BASELINE,)
+    )
     kl_max_log_ratio: float | None = choice("max_log_ratio", needs=(SAMPLED,))
+    kl_max_teacher_log_ratio: float | None = choice("max_teacher_log_ratio", needs=(NEGATIVE, SAMPLED, NOT_IN_REWARD))
     kl_off_policy: OffPolicy = choice("off_policy", needs=(NOT_SUMMED,))
     kl_max_weight: float | None = choice("max_weight", needs=(WEIGHTS, NOT_SUMMED))
     kl_normalizer: Reduction | None = choice("normalizer", needs=(IN_LOSS,), limits=(anchor.ONE_AVERAGE,))
     kl_exclude_tokens: tuple[int | str, ...] = ()
     """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
-    kl_schedule: Schedule = choice("schedule", needs=(POSITIVE_BETA,))
-    kl_warmup_steps: int = choice("warmup_steps", needs=(POSITIVE_BETA,))
+    sampler_coef: float = setting(0.0, AT_LEAST_0, needs=(A_BETA,), limits=(anchor.ONE_KL,))
+    """Coefficient of a second KL, to the sampler, in the loss beside the reference's: it holds each update, not the
+    run (reverse, k3, per token, weighed by policy/sampler); 0: none."""
+    kl_schedule: Schedule = choice("schedule", needs=(A_BETA,))
+    kl_warmup_steps: int = choice("warmup_steps", needs=(A_BETA,))
     kl_early_stop: float | None = setting(None, POSITIVE, limits=(anchor.OWN_STEP,), ignored_by=TINKER)
     """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
     kl_monitor: bool = False
@@ -142,7 +153,7 @@ class KLConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether anything asks for the reference; without it none is loaded and none is scored."""
-        return self.beta > 0 or self.kl_monitor
+        return self.beta != 0 or self.kl_monitor
 
     @property
     def clip_level(self) -> ClipLevel:
@@ -184,42 +195,32 @@ class KLConfig:
         target, hard = c.target_kl if c.controller_name != "fixed" else None, c.kl_clip_method == "hard"
         wide = wide_clip(c)
         rows = [
-            (
-                pulls and own != "" and c.reference != "sampler",
-                f"kl_estimator={c.kl_estimator!r} with kl_gradient='own' {own.format(kept=others)}",
-            ),
-            (
-                pulls and c.kl_gradient == "none",
-                "kl_gradient='none' with a beta above 0 adds a number to the loss and nothing to its gradient: the KL "
-                "is logged, not held. Use kl_gradient='reverse', or beta=0 with kl_monitor=True to log it.",
-            ),
-            (
-                c.reference == "sampler" and c.beta > 0 and not inert,
-                "reference='sampler' is a proximal term: it holds each update near who sampled, and no update near the "
-                "start. Without top_p and top_k the run ends where it would end without the term, and with one update "
-                "per rollout its gradient is 0.",
-            ),
-            (
-                target is not None and free >= target,
-                f"target_kl={c.target_kl} lies within the clip's free budget of {free:g} nats per token: below the "
-                f"budget the KL pulls {'not' if hard else 'less'}, so the controller raises beta "
-                f"{'without' if hard else 'with less'} effect. Set kl_clip_threshold below target_kl, or leave one of "
-                "the two out.",
-            ),
+            (pulls and own != "" and c.reference != "sampler",
+             f"kl_estimator={c.kl_estimator!r} with kl_gradient='own' {own.format(kept=others)}"),
+            (pulls and c.kl_gradient == "none",
+             "kl_gradient='none' with a beta above 0 adds a number to the loss and nothing to its gradient: the KL is "
+             "logged, not held. Use kl_gradient='reverse', or beta=0 with kl_monitor=True to log it."),
+            (c.reference == "sampler" and c.beta > 0 and not inert,
+             "reference='sampler' is a proximal term: it holds each update near who sampled, and no update near the "
+             "start. Without top_p and top_k the run ends where it would end without the term, and with one update per "
+             "rollout its gradient is 0."),
+            (target is not None and free >= target,
+             f"target_kl={c.target_kl} lies within the clip's free budget of {free:g} nats per token: below the budget "
+             f"the KL pulls {'not' if hard else 'less'}, so the controller raises beta "
+             f"{'without' if hard else 'with less'} effect. Set kl_clip_threshold below target_kl, or leave one of the "
+             "two out."),
             (wide != "", wide),
-            (
-                target is not None and c.controller_name != "hold",
-                f"kl_controller={c.controller_name!r} did not hold its target on the built-in task, 'hold' did "
-                "(docs/controllers.md). Leave kl_controller out for 'hold'.",
-            ),
-        ]
+            (target is not None and c.controller_name != "hold",
+             f"kl_controller={c.controller_name!r} did not hold its target on the built-in task, 'hold' did "
+             "(docs/controllers.md). Leave kl_controller out for 'hold'."),
+        ]  # fmt: skip
         return [text for applies, text in rows if applies] + without_effect(c)
 
     def build_controller(self) -> FixedController:
         """A fresh controller of beta."""
         low, high = self.beta_bounds
-        if self.controller_name == "fixed":
-            return FixedController(self.beta, min_value=low, max_value=high)
+        if self.controller_name == "fixed":  # of the size alone, whose sign stays
+            return FixedController(abs(self.beta), min_value=abs(low), max_value=high)
         shared: dict[str, Any] = {"target": self.target_kl, "min_value": low, "max_value": high}
         if self.controller_name == "hold":
             return HoldController(self.beta, **shared)
@@ -228,12 +229,19 @@ class KLConfig:
             return StepController(self.beta, up=up, down=down, high=above, low=below, **shared)
         return ProportionalController(self.beta, horizon=self.kl_controller_horizon, **shared)
 
+    def beside(self) -> list[Weighted]:
+        """The KL to the sampler beside that to the reference, if there is one."""
+        term = KLTerm(anchor="sampler", off_policy="token")
+        return [Weighted(self.sampler_coef, term)] if self.sampler_coef > 0 and self.beta != 0 else []
+
     def build_term(self) -> KLTerm:
         """The KL term for `grpo_loss`."""
         return anchor.build_term(
             self,
             "kl",
             anchor="sampler" if self.reference == "sampler" else "reference",
+            beyond="teacher" if self.beta < 0 else "",
+            mean_over="trained" if self.beta < 0 else "carried",
             clip_level=self.clip_level,
             clip_unit="token" if self.use_per_token_kl_threshold else "sequence",
         )
@@ -256,69 +264,66 @@ def refusals(c: KLConfig) -> list[Refusal]:
     in_loss, clipped, of_sampler = c.kl_placement == "loss", c.kl_clip_method != "none", c.reference == "sampler"
     summed = c.kl_placement != "reward" and c.kl_gradient != "forward" and c.kl_estimator != "exact"
     own = gates_on_itself(c.kl_estimator, c.kl_gradient, c.kl_horizon, c.kl_off_policy)
-    return [
-        Refusal(
-            not in_loss and c.kl_gradient != "reverse",
-            f"kl_gradient={c.kl_gradient!r} has no meaning with kl_placement={c.kl_placement!r}",
-            why="in the reward or the advantage the gradient is that of the score function: reverse",
-            fix="leave kl_gradient='reverse', or set kl_placement='loss'",
-        ),
-        Refusal(
-            clipped and in_loss and (c.kl_estimator, c.kl_gradient) == ("k1", "own"),
-            "a clipped k1-as-loss is refused",
-            why="k1's own gradient is zero in expectation; gated by a clip it becomes an unlabelled regulariser",
-            fix="use kl_gradient='reverse'",
-        ),
-        Refusal(
-            clipped and c.kl_clip_level == "sequence" and not own,
-            "kl_clip_level='sequence' gates sampled tokens by their own KL",
-            why="the gate is then correlated with the tokens whose gradient it multiplies: their product follows no KL",
-            fix="leave kl_clip_level out, or set kl_estimator='exact' with kl_horizon='token' (no forward gradient, no "
-            "prefix weights)",
-        ),
-        *anchor.placement_refusals(c, "kl"),
-        Refusal(
-            c.kl_controller not in (None, "fixed") and (c.target_kl is None or c.beta == 0),
-            f"kl_controller={c.kl_controller!r} needs target_kl and a beta above 0",
-            got=f"target_kl={c.target_kl}, beta={c.beta:g}",
-            why="it multiplies beta to steer the KL towards a target, and 0 times anything is 0",
-            fix="set target_kl (nats per token; 0.05 is a usual start) and a small beta, or kl_controller='fixed'",
-        ),
-        Refusal(
-            c.controller_name != "fixed" and (c.kl_schedule != "constant" or c.kl_warmup_steps > 0),
-            f"a schedule of beta cannot be combined with kl_controller={c.controller_name!r}",
-            got=f"kl_schedule={c.kl_schedule!r}, kl_warmup_steps={c.kl_warmup_steps}, target_kl={c.target_kl}",
-            why="both move beta: the controller raises what the schedule lowers, until its bound",
-            fix="leave out target_kl for a schedule, or kl_schedule and kl_warmup_steps for a target",
-        ),
-        Refusal(
-            c.reference in ("sampler", "remote") and c.kl_estimator == "exact",
-            f"kl_estimator='exact' cannot use {'the sampler' if of_sampler else 'a remote reference'}",
-            why="it gives log-probabilities of the sampled tokens, not whole rows of logits",
-            fix="use kl_estimator='k3', or a reference on this machine",
-        ),
-        Refusal(
-            of_sampler and (not in_loss or c.controller_name != "fixed"),
-            "reference='sampler' takes a fixed beta, in the loss",
-            got=f"kl_placement={c.kl_placement!r}, target_kl={c.target_kl}",
-            why="at a rollout's first update the sampler is the policy, so that there is no KL to shift by or to steer",
-            fix="leave kl_placement and target_kl out",
-        ),
-        Refusal(
-            c.reference == "remote" and c.reference_url is None,
-            "reference='remote' needs reference_url",
-            why="the reference is asked over HTTP",
-            fix="set reference_url to where a vLLM server listens",
-        ),
-        Refusal(
-            c.excludes and c.kl_horizon == "sequence" and not summed,
-            "kl_exclude_tokens cannot leave tokens out of this KL over sequences",
-            got=f"kl_estimator={c.kl_estimator!r}, kl_gradient={c.kl_gradient!r}, kl_placement={c.kl_placement!r}",
-            why="a weight of the whole prefix (forward), a sum over the vocabulary (exact) and a number per completion "
-            "(reward) have the gradient of no KL over the tokens that are kept",
-            fix="use kl_horizon='token', or kl_gradient='reverse' with k3 in the loss or k1 in the advantage",
-        ),
-    ]
+    steered, negative, moves = c.controller_name != "fixed", c.beta < 0, ("sampler", "ema", "periodic")
+    rows: list[tuple[object, str, str, str, str]] = [
+        (not in_loss and c.kl_gradient != "reverse",
+         f"kl_gradient={c.kl_gradient!r} has no meaning with kl_placement={c.kl_placement!r}", "",
+         "in the reward or the advantage the gradient is that of the score function: reverse",
+         "leave kl_gradient='reverse', or set kl_placement='loss'"),
+        (clipped and in_loss and (c.kl_estimator, c.kl_gradient) == ("k1", "own"),
+         "a clipped k1-as-loss is refused", "", "k1's own gradient is zero in expectation; gated by a clip it becomes "
+         "an unlabelled regulariser", "use kl_gradient='reverse'"),
+        (clipped and c.kl_clip_level == "sequence" and not own,
+         "kl_clip_level='sequence' gates sampled tokens by their own KL", "",
+         "the gate is then correlated with the tokens whose gradient it multiplies: their product follows no KL",
+         "leave kl_clip_level out, or set kl_estimator='exact', kl_horizon='token' (not forward, no prefix weights)"),
+        (negative and not c.build_term().follows_reverse,
+         "a negative beta takes no clip, and no gradient but the reverse KL's", f"beta={c.beta:g}",
+         "any other form is unbounded below (k3 differentiated), or ends elsewhere",
+         "set kl_gradient='reverse' and kl_clip_method='none'"),
+        (negative and (c.target_kl is not None or c.kl_controller not in (None, "fixed")),
+         "a negative beta takes no target_kl", f"beta={c.beta:g}",
+         "the KL grows by design, and a rule drives beta past the teacher's coefficient", "leave target_kl out"),
+        (negative and (c.excludes or c.kl_normalizer is not None),
+         "a negative beta takes no kl_exclude_tokens and no kl_normalizer", f"beta={c.beta:g}",
+         "the teacher has to outweigh beta at each token", "leave them out"),
+        (negative and c.reference in moves, f"a negative beta takes no reference={c.reference!r}", f"beta={c.beta:g}",
+         "the reference follows the policy, and the run then ends at the teacher", "use a frozen reference"),
+        (c.kl_baseline != "none" and (c.excludes or c.kl_max_weight is not None),
+         "kl_baseline takes no kl_exclude_tokens and no kl_max_weight", "",
+         "its mean is 0 over all words at their full weight only", "leave one of the two out"),
+        (c.kl_controller not in (None, "fixed") and (c.target_kl is None or c.beta == 0),
+         f"kl_controller={c.kl_controller!r} needs target_kl and a beta above 0",
+         f"target_kl={c.target_kl}, beta={c.beta:g}",
+         "it multiplies beta to steer the KL towards a target, and 0 times anything is 0",
+         "set target_kl (nats per token; 0.05 is a usual start) and a small beta, or kl_controller='fixed'"),
+        (steered and (c.kl_schedule != "constant" or c.kl_warmup_steps > 0),
+         f"a schedule of beta cannot be combined with kl_controller={c.controller_name!r}",
+         f"kl_schedule={c.kl_schedule!r}, kl_warmup_steps={c.kl_warmup_steps}, target_kl={c.target_kl}",
+         "both move beta: the controller raises what the schedule lowers, until its bound",
+         "leave out target_kl for a schedule, or kl_schedule and kl_warmup_steps for a target"),
+        (c.reference in ("sampler", "remote") and "exact" in (c.kl_estimator, c.kl_baseline),
+         f"kl_estimator='exact' cannot use {'the sampler' if of_sampler else 'a remote reference'}",
+         f"kl_estimator={c.kl_estimator!r}, kl_baseline={c.kl_baseline!r}",
+         "it gives log-probabilities of the sampled tokens, not whole rows of logits",
+         "use kl_estimator='k3' without kl_baseline, or a reference on this machine"),
+        (of_sampler and (not in_loss or steered), "reference='sampler' takes a fixed beta, in the loss",
+         f"kl_placement={c.kl_placement!r}, target_kl={c.target_kl}",
+         "at a rollout's first update the sampler is the policy, so that there is no KL to shift by or to steer",
+         "leave kl_placement and target_kl out"),
+        (of_sampler and c.sampler_coef > 0, "reference='sampler' and sampler_coef name the sampler twice", "",
+         "sampler_coef is for a KL to the sampler beside one to a reference", "leave one of the two out"),
+        (c.reference == "remote" and c.reference_url is None, "reference='remote' needs reference_url", "",
+         "the reference is asked over HTTP", "set reference_url to where a vLLM server listens"),
+        (c.excludes and c.kl_horizon == "sequence" and not summed,
+         "kl_exclude_tokens cannot leave tokens out of this KL over sequences",
+         f"kl_estimator={c.kl_estimator!r}, kl_gradient={c.kl_gradient!r}, kl_placement={c.kl_placement!r}",
+         "a weight of the whole prefix (forward), a sum over the vocabulary (exact) and a number per completion "
+         "(reward) have the gradient of no KL over the tokens that are kept",
+         "use kl_horizon='token', or kl_gradient='reverse' with k3 in the loss or k1 in the advantage"),
+    ]  # fmt: skip
+    placed = anchor.placement_refusals(c, "kl")
+    return placed + [Refusal(bool(bad), what, why, fix, got or None) for bad, what, got, why, fix in rows]
 
 
 def wide_clip(c: KLConfig, measured_length: float | None = None) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from klamp.config import anchor
+from klamp.config.beyond import baseline_refusal, beyond_cautions, check_beyond
 from klamp.config.fields import HostLimit, Need, like, one_of, setting, without_effect
 from klamp.config.kl import KLConfig
 from klamp.config.teacher import TeacherConfig
@@ -21,7 +22,7 @@ from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import CLIP_HIGH, DPPOMask, Rejection, TrustMode, TrustRegion
 from klamp.core.term import Placement, Weighted
 from klamp.core.types import Direction, Reduction
-from klamp.errors import ConfigError, KLWarning
+from klamp.errors import ConfigError, KLWarning, refuse
 
 LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 
@@ -168,11 +169,16 @@ def build_objective(
     check_instance("kl", kl, KLConfig)
     check_instance("loss", loss, LossConfig)
     check_number("max_length", max_length, AT_LEAST_1.but("a completion has tokens", "pass max_length"), whole=True)
+    check_beyond(kl, teacher)
+    for text in beyond_cautions(kl, teacher):
+        warnings.warn(text, KLWarning, stacklevel=3)
     terms = [Weighted(kl.beta, kl.build_term())]
     if teacher is not None and teacher.there:
         terms.append(Weighted(teacher.teacher_coef, teacher.build_term()))
     for prefix, (coefficient, term) in zip(("kl", "teacher"), terms, strict=False):
-        if coefficient > 0 and term.placement == "reward" and loss.scale == "std":
+        mode = loss.vllm_importance_sampling_mode
+        refuse([baseline_refusal(prefix, term, LOSS_TYPES[loss.loss_type].reduction, mode)])
+        if coefficient != 0 and term.placement == "reward" and loss.scale == "std":
             raise ConfigError(
                 "the KL in the reward cannot be combined with advantages divided by the group's std",
                 got=f"{prefix}_placement='reward', loss_type={loss.loss_type!r}, scale_rewards='std'",
@@ -185,7 +191,7 @@ def build_objective(
         clip_high=loss.clip_high,
         reduction=LOSS_TYPES[loss.loss_type].reduction,
         max_length=max_length,
-        terms=tuple(terms),
+        terms=(*terms, *kl.beside()),
         trust=loss.trust,
     )
 

@@ -16,7 +16,7 @@ from klamp.config.fields import Need, accepts_aliases, aliases_of, check_server,
 from klamp.config.kl import ALIASES
 from klamp.core.arguments import AT_LEAST_0, check_fields
 from klamp.core.controllers import Schedule, kl_schedule_factor
-from klamp.core.term import KLTerm, OffPolicy, Placement
+from klamp.core.term import KLBaseline, KLTerm, OffPolicy, Placement
 from klamp.core.topk import Tail
 from klamp.core.types import Direction, Horizon
 from klamp.errors import KLWarning, Refusal, refuse
@@ -31,22 +31,26 @@ OF_THE_POLICY = ("adapter_off", "ema", "periodic", "live")
 
 TAILS: Mapping[Tail, str] = {
     "sampled": "",
+    "centered": "",
     "bucket": "counts all words outside of the head as one: a lower bound, right only where the two models' ratio is "
     "the same in all of them",
     "generalised": "follows the generalised divergence over the head alone: 0 at the teacher, another one elsewhere",
     "none": "drops the words outside of the head: its gradient is not 0 at the teacher, and training leaves it",
 }
 """What a tail does; empty: it is unbiased."""
+UNBIASED = [tail for tail, text in TAILS.items() if not text]
 
 A_TEACHER = Need("a teacher (teacher_model, teacher_url or teacher_kind) and a teacher_coef above 0", lambda c: c.named)
 NAMED, TOPK = (A_TEACHER,), (A_TEACHER, one_of("teacher_estimator", "topk"))
+HEAD = (A_TEACHER, Need("teacher_estimator='topk' (or teacher_baseline='bucket')", lambda c: c.head_size is not None))
 SAMPLED = one_of("teacher_estimator", "k1", "k3")
+NOT_IN_REWARD = one_of("teacher_placement", "loss", "advantage")
 A_SERVER = Need("teacher_url", lambda c: bool(c.teacher_url))
 TOKEN_IN_SUM = Need(
     "teacher_off_policy='sequence' (no sampled token is in the sum; only its prefix was sampled)",
     lambda c: (
         c.teacher_off_policy != "token"
-        or (c.teacher_tail == "sampled" if c.teacher_estimator == "topk" else c.teacher_estimator != "exact")
+        or (c.teacher_tail in UNBIASED if c.teacher_estimator == "topk" else c.teacher_estimator != "exact")
     ),
 )
 
@@ -87,12 +91,16 @@ class TeacherConfig:
     """reverse KL(policy||teacher), forward KL(teacher||policy), or js (half of each to their mean)."""
     teacher_estimator: TeacherEstimator = setting("k1", needs=NAMED, limits=(anchor.NO_VOCABULARY,))
     """k1 or k3 of the sampled token, exact (over the vocabulary), or topk (a head of teacher_top_k and a tail)."""
-    teacher_top_k: int = setting(64, AT_LEAST_0, needs=TOPK, aliases=("loss_top_k", "topk_logits_k", "gkd_logits_topk"))
+    teacher_top_k: int = setting(64, AT_LEAST_0, needs=HEAD, aliases=("loss_top_k", "topk_logits_k", "gkd_logits_topk"))
     """topk: tokens of the head; 0: the tail alone, which estimates any direction from the sampled token."""
-    teacher_head: TeacherHead = setting("student", needs=TOPK)
+    teacher_head: TeacherHead = setting("student", needs=HEAD)
     """topk: whose likeliest tokens are the head; reverse is least noisy with the student's, forward the teacher's."""
     teacher_tail: Tail = setting("sampled", needs=TOPK)
-    """topk: the words outside of the head: sampled (unbiased), or with a bias bucket, generalised, none."""
+    """topk: the words outside of the head: sampled, or centered (both unbiased; the latter is less noisy in the reverse
+    direction), or with a bias bucket, generalised, none."""
+    teacher_baseline: KLBaseline = choice(
+        "baseline", "teacher", needs=(A_TEACHER, SAMPLED, NOT_IN_REWARD), limits=(anchor.NO_BASELINE,)
+    )
     teacher_horizon: Horizon = choice("horizon", "teacher", needs=NAMED)
     teacher_placement: Placement = choice(
         "placement", "teacher", needs=NAMED, limits=(anchor.ADVANTAGES_FIRST, anchor.IN_THE_LOSS)
@@ -127,8 +135,9 @@ class TeacherConfig:
 
     @property
     def head_size(self) -> int | None:
-        """How many tokens its head has; None: no head is made."""
-        return self.teacher_top_k if self.teacher_estimator == "topk" else None
+        """How many tokens its head has, in the KL or in its baseline; None: no head is made."""
+        in_baseline = self.teacher_baseline == "bucket" and SAMPLED.is_met(self)
+        return self.teacher_top_k if self.teacher_estimator == "topk" or in_baseline else None
 
     @property
     def there(self) -> bool:
@@ -200,14 +209,14 @@ def refusals(c: TeacherConfig) -> list[Refusal]:
             fix="use teacher_estimator='exact', or 'topk' (with teacher_top_k=0 from the sampled token alone)",
         ),
         Refusal(
-            spread and c.teacher_horizon == "sequence",
-            f"teacher_direction={c.teacher_direction!r} has no sequence horizon",
-            why="summed over the prefixes of the policy it is no divergence of sequences",
-            fix="use teacher_horizon='token', or teacher_direction='reverse'",
+            spread and (c.teacher_horizon == "sequence" or c.teacher_tail == "centered"),
+            f"teacher_direction={c.teacher_direction!r} has no sequence horizon, and no centered tail",
+            why="over the policy's prefixes it is no divergence of sequences; the tail's constant is the reverse KL's",
+            fix="use teacher_horizon='token' and teacher_tail='sampled', or teacher_direction='reverse'",
         ),
         of_a_server(c, bool(c.teacher_url), who="a server"),
         Refusal(
-            c.teacher_estimator == "topk" and c.teacher_tail != "sampled" and c.teacher_top_k == 0,
+            c.teacher_estimator == "topk" and c.teacher_tail not in UNBIASED and c.teacher_top_k == 0,
             "a head of no tokens without a sampled tail is no KL",
             got=f"teacher_top_k=0, teacher_tail={c.teacher_tail!r}",
             why="nothing of the two models is left in the sum",
@@ -219,10 +228,13 @@ def refusals(c: TeacherConfig) -> list[Refusal]:
 
 def of_a_server(c: TeacherConfig, applies: bool, *, who: str) -> Refusal:
     """What a server cannot measure, which tells its own likeliest tokens and the sampled one; `who`: it, in words."""
-    own_head = c.teacher_estimator == "topk" and (c.teacher_head == "teacher" or not c.teacher_top_k)
+    heads = c.teacher_estimator == "topk" or c.teacher_baseline == "bucket"
+    own_head = heads and (c.teacher_head == "teacher" or not c.teacher_top_k)
     return Refusal(
-        applies and not own_head and not SAMPLED.is_met(c),
+        applies and not own_head and not (SAMPLED.is_met(c) and c.teacher_baseline == "none"),
         f"teacher_estimator={c.teacher_estimator!r} with teacher_head={c.teacher_head!r} cannot use {who}",
+        got=f"teacher_baseline={c.teacher_baseline!r}",
         why=f"{who} tells the likeliest tokens of its own model and the sampled one, no others",
-        fix="use teacher_estimator='topk' with teacher_head='teacher', 'k1' or 'k3', or a teacher_model",
+        fix="use 'k1' or 'k3' without a baseline; teacher_estimator='topk' or teacher_baseline='bucket' with "
+        "teacher_head='teacher'; or a teacher_model",
     )

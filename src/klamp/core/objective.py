@@ -14,7 +14,7 @@ from torch import Tensor
 from klamp.core import surrogates
 from klamp.core.arguments import AT_LEAST_1, COEFFICIENT, check_fields, check_instance, check_number, limited
 from klamp.core.masking import Totals, check_totals, masked, masked_mean, reduce_tokens
-from klamp.core.penalty import all_shifted, kl_metrics, mean_penalty, penalty_name
+from klamp.core.penalty import all_shifted, kl_metrics, mean_penalty, mix_metrics, penalty_name
 from klamp.core.surrogates import Trusted, TrustRegion
 from klamp.core.term import KLTerm, Weighted, prepare, prepare_terms
 from klamp.core.types import HELD, Batch, LossOutput, Reduction, check_batch
@@ -41,29 +41,33 @@ class Objective:
     max_length: int | None = limited(None, AT_LEAST_1)
     """L of the reduction `fixed_length`."""
     terms: tuple[Weighted, ...] = ()
-    """KL terms, each with its coefficient; coefficient 0 takes one out of the loss altogether."""
+    """KL terms, each with its coefficient; 0 takes one out of the loss, below 0 it needs `KLTerm.beyond`."""
     trust: TrustRegion = field(default_factory=TrustRegion)
     """What bounds the policy loss's weight old policy / sampler; by default nothing."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for weighted in self.terms:
-            check_number("coefficient of a KL", weighted.coefficient, COEFFICIENT)
-            check_instance("term", weighted.term, KLTerm)
+        for coefficient, term in self.terms:
+            check_number("coefficient of a KL", coefficient, fix=COEFFICIENT.fix)
+            check_instance("term", term, KLTerm)
+        for coefficient, term in self.terms:
+            total = coefficient + sum(other for other, toward in self.terms if toward.anchor == term.beyond)
+            if total <= 0 or not term.follows_reverse:
+                check_number("coefficient of a KL", coefficient, COEFFICIENT)
 
     @property
     def active(self) -> tuple[Weighted, ...]:
-        """The KL terms whose coefficient is above 0."""
-        return tuple(weighted for weighted in self.terms if weighted.coefficient > 0)
+        """The KL terms whose coefficient is not 0."""
+        return tuple(weighted for weighted in self.terms if weighted.coefficient != 0)
 
     @property
     def beta(self) -> float:
-        """The coefficient of the KL to the reference or the sampler; 0 without one."""
+        """The coefficient of the run's own KL, the first to the reference or the sampler; 0 without one."""
         return next((coefficient for coefficient, term in self.terms if term.anchor in HELD), 0.0)
 
     def weighted(self, beta: float, **coefficients: float) -> Objective:
         """The objective with another `beta`, and by name with other coefficients of further anchors."""
-        coefficients |= dict.fromkeys(HELD, beta)
+        coefficients |= dict.fromkeys([term.anchor for _, term in self.terms if term.anchor in HELD][:1], beta)
         terms = (Weighted(coefficients.get(term.anchor, old), term) for old, term in self.terms)
         return replace(self, terms=tuple(terms))
 
@@ -128,11 +132,12 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     loss = reduce_tokens(tokens, mask, objective.reduction, **size)
     metrics["train/policy_loss"] = loss.detach()
     for coefficient, prepared in terms:
-        if coefficient > 0 and prepared.term.placement == "loss":
+        if coefficient != 0 and prepared.term.placement == "loss":
             kl_loss = coefficient * mean_penalty(prepared, objective.reduction, **size)
-            metrics[penalty_name(prepared.term.anchor)] = kl_loss.detach()
+            metrics[penalty_name(prepared)] = kl_loss.detach()
             loss = loss + kl_loss
         metrics |= kl_metrics(prepared)
+    metrics |= mix_metrics(terms)
     return LossOutput(loss, metrics)
 
 

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import exact_penalty, log_weights, penalty_from_weights, saturation
-from klamp.core.masking import Totals, future_sum, masked_mean, masked_sum, reduce_tokens, share_of, upcast
+from klamp.core.gradients import exact_penalty, log_weights, penalty_from_weights, saturation, with_gradient
+from klamp.core.masking import Totals, future_sum, masked, masked_mean, masked_sum, reduce_tokens, share_of, upcast
 from klamp.core.surrogates import per_token
 from klamp.core.term import Prepared, scored_by
 from klamp.core.types import FORBIDDEN, HELD, Advantages, Estimator, Reduction, TokenValues
@@ -54,8 +54,18 @@ def token_penalty(prepared: Prepared) -> TokenValues:
         penalty = penalty_from_weights(
             batch.policy_logprobs, prepared.bounded, log_w, batch.mask, value=cast(Estimator, term.value), **choices
         )
+        if term.baseline != "none" and term.gradient == "reverse":
+            weighted = -log_w.exp() * _baseline(prepared)
+            penalty = penalty + with_gradient(torch.zeros_like(weighted), weighted, batch.policy_logprobs)
     penalty = penalty if prepared.gate is None else prepared.gate.apply(penalty, prepared.carried)
     return penalty if scored.weight is None else penalty * scored.weight.unsqueeze(-1)
+
+
+def _baseline(prepared: Prepared) -> TokenValues:
+    """What is taken from the log-ratio of each token: the KL at its prefix, a number; 0 without a baseline. [B, T]"""
+    if prepared.term.baseline == "none":
+        return torch.zeros_like(prepared.bounded)
+    return masked(_kl_at_prefixes(prepared).detach().to(prepared.bounded.dtype), prepared.carried)
 
 
 def _kl_at_prefixes(prepared: Prepared) -> TokenValues:
@@ -63,7 +73,7 @@ def _kl_at_prefixes(prepared: Prepared) -> TokenValues:
     anchor, kl = prepared.term.anchor, prepared.scored.kl
     if kl is None:
         raise ConfigError(
-            f"the estimator {prepared.term.value!r} needs the KL of the batch at each prefix",
+            f"{prepared.term.value!r} (baseline {prepared.term.baseline!r}) needs the KL of the batch at each prefix",
             got=f"anchors[{anchor!r}].kl=None",
             why="it is summed over the vocabulary (or a head of it), from both models' distributions",
             fix="set Scored.kl = exact_kl(policy_logits, ref_logits)",
@@ -115,19 +125,20 @@ def advantages_with_kl(
 def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: float) -> TokenValues:
     """Advantages minus beta times the KL, after they were normalised: beta means the same in every group. [B, T]
 
-    Equation: horizon `token` A_t - beta c delta_t; `sequence` A_t - beta c sum_{j >= t} delta_j (reward-to-go), c the
-    clip's factor times the sequence's weight. If tokens may be left out, the later terms are k3: delta_t + sum_{j > t}
-    k3_j. The KL is that of the present policy: under the surrogate's ratios the old one's would follow
+    Equation: horizon `token` A_t - beta c (delta_t - b_t), b the baseline; `sequence` with sum_{j >= t} delta_j in the
+    place of delta_t (reward-to-go); c the clip's factor times the sequence's weight. If tokens may be left out, the
+    later terms are k3. The KL is that of the present policy: under the surrogate's ratios the old one's would follow
     KL(policy || anchor) less KL(policy || old).
     Gradient: through the score function `sequence` gives the gradient of KL(policy || ref) over sequences, `token` that
     of the KL at each sampled prefix; if tokens are left out, of the generalised KL (see `klamp.core.gradients`).
 
     Source: FRPO arXiv:2601.10201 (reward-to-go)
     """
-    shift = delta = prepared.bounded
+    delta = prepared.bounded
+    shift = delta - _baseline(prepared)
     if prepared.term.horizon == "sequence":
         later = delta if prepared.excluded is None else ESTIMATORS["k3"].value(delta)
-        shift = delta + future_sum(later)
+        shift = shift + future_sum(later)
     factor = torch.ones_like(delta[:, 0]) if prepared.gate is None else prepared.gate.factor
     if prepared.scored.weight is not None:
         factor = factor * prepared.scored.weight
@@ -135,21 +146,24 @@ def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: floa
 
 
 def all_shifted(advantages: Advantages, terms: Iterable[tuple[float, Prepared]]) -> Advantages:
-    """The advantages less each KL that enters there with a coefficient above 0. [B] or [B, T]"""
+    """The advantages less each KL that enters there with a coefficient that is not 0. [B] or [B, T]"""
     for coefficient, prepared in terms:
-        if coefficient > 0 and prepared.term.placement == "advantage":
+        if coefficient != 0 and prepared.term.placement == "advantage":
             advantages = shifted_advantages(advantages, prepared, beta=coefficient)
     return advantages
 
 
 def kl_metrics(prepared: Prepared) -> dict[str, Tensor]:
     """The logged values of a KL term on a batch: detached scalars, named as in the metrics table."""
+    if prepared.is_beside:
+        return {"sampler/kl": masked_mean(ESTIMATORS["k3"].value(prepared.log_ratio), prepared.carried)}
     gate = {} if prepared.gate is None else prepared.gate.metrics()
     return gate | (_anchor_metrics(prepared) if prepared.term.anchor not in HELD else _held_metrics(prepared))
 
 
 def _anchor_metrics(prepared: Prepared) -> dict[str, Tensor]:
     name, delta, carried, kl = prepared.term.anchor, prepared.log_ratio, prepared.carried, prepared.scored.kl
+    kl = None if prepared.term.baseline == "bucket" and not prepared.term.of_prefixes else kl  # a lower bound
     allowed = carried & ~(prepared.scored.logprobs <= FORBIDDEN)  # the share below counts the others
     kl_values = masked_mean(ESTIMATORS["k3"].value(delta), allowed) if kl is None else masked_mean(kl.detach(), carried)
     return {
@@ -170,6 +184,9 @@ def _held_metrics(prepared: Prepared) -> dict[str, Tensor]:
     metrics["kl/k3_saturated"] = share_of(bounded_k3 > saturation(bounded_k3.dtype), carried)
     if term.max_log_ratio is not None:
         metrics["kl/log_ratio_clamped"] = share_of(delta.abs() > term.max_log_ratio, carried)
+    if term.max_teacher_log_ratio is not None:
+        raised = prepared.scored.logprobs > batch.anchors[term.anchor].logprobs
+        metrics["kl/teacher_clamped"] = share_of(raised, carried)
     if kl is not None:
         metrics["kl/exact"] = masked_mean(kl.detach(), carried)
     if sampler is not None and term.max_weight is not None:
@@ -178,6 +195,21 @@ def _held_metrics(prepared: Prepared) -> dict[str, Tensor]:
     return metrics
 
 
-def penalty_name(anchor: str) -> str:
+def mix_metrics(terms: Iterable[tuple[float, Prepared]]) -> dict[str, Tensor]:
+    """The KL to a negative beta's mix: the mean k3 of x = (beta delta + coef delta_teacher) / (beta + coef), in nats.
+
+    An upper bound: that of m = exp(log policy - x) before it is normalised, higher by Z - 1 - log Z, Z the sum of m.
+    """
+    metrics, by_anchor = dict[str, Tensor](), {held.term.anchor: (coefficient, held) for coefficient, held in terms}
+    for beta, held in by_anchor.values():
+        coef, taught = by_anchor.get(held.term.beyond, (0.0, held))
+        if beta < 0 < beta + coef:
+            x = (beta * held.log_ratio + coef * taught.log_ratio.clamp(max=-FORBIDDEN)) / (beta + coef)
+            metrics["kl/mix"] = masked_mean(ESTIMATORS["k3"].value(x), held.carried)
+    return metrics
+
+
+def penalty_name(prepared: Prepared) -> str:
     """The metric that a term's part of the loss is logged under."""
-    return "train/kl_penalty" if anchor in HELD else f"train/{anchor}_penalty"
+    is_own = prepared.term.anchor in HELD and not prepared.is_beside
+    return "train/kl_penalty" if is_own else f"train/{prepared.term.anchor}_penalty"

@@ -19,6 +19,8 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import BOUND, check_gradient_choice, saturated
 from klamp.core.masking import bounded, masked_log_ratio, masked_sum
 from klamp.core.types import (
+    FORBIDDEN,
+    HELD,
     Batch,
     ClipMethod,
     Gradient,
@@ -35,6 +37,7 @@ from klamp.errors import ConfigError
 Placement: TypeAlias = Literal["loss", "reward", "advantage"]
 OffPolicy: TypeAlias = Literal["none", "token", "sequence"]
 TermValue: TypeAlias = Literal[Value, "topk"]
+KLBaseline: TypeAlias = Literal["none", "exact", "bucket"]
 
 BUDGET = AT_LEAST_0.but("a KL is never negative", "0.5 nats per token is the default, 0 no free budget")
 
@@ -71,6 +74,12 @@ class KLTerm:
     """Upper bound of the off-policy weight policy/sampler; how often it binds is logged."""
     max_log_ratio: float | None = limited(None, BOUND)
     """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
+    beyond: str = ""
+    """The anchor (a teacher) that a negative coefficient of this term leads beyond; empty: the coefficient is >= 0."""
+    baseline: KLBaseline = "none"
+    """The KL at the prefix that is taken from a sampled token's log-ratio: none, exact, or with a bucket as tail."""
+    max_teacher_log_ratio: float | None = limited(None, BOUND)
+    """Bound of log teacher - log reference in nats, for a negative coefficient; how often it binds is logged."""
     clip_method: ClipMethod = "none"
     """How the KL is clipped at its budget: none, hard (no pull below the budget), or soft."""
     clip_threshold: float = limited(0.5, BUDGET)
@@ -100,6 +109,12 @@ class KLTerm:
     def of_prefixes(self) -> bool:
         """Whether the batch holds its value at each prefix, from whole distributions or their heads."""
         return self.value in ("exact", "topk")
+
+    @property
+    def follows_reverse(self) -> bool:
+        """Whether its gradient is that of the reverse KL, without a clip: alone bounded with a negative coefficient."""
+        own = self.gradient == "own" and (self.of_prefixes or self.value == "k2")
+        return self.clip_method == "none" and (self.gradient == "reverse" or own)
 
     @property
     def needs_reference_length(self) -> bool:
@@ -143,6 +158,8 @@ class Prepared:
     """The same within the term's bound, `max_log_ratio`. [B, T]"""
     gate: Gate | None = None
     """Its clip; None: the term has no clip."""
+    is_beside: bool = False
+    """Whether it is a KL to the sampler beside the run's own to the reference."""
 
     @property
     def excluded(self) -> Mask | None:
@@ -153,6 +170,8 @@ class Prepared:
 def measure(batch: Batch, term: KLTerm) -> Prepared:
     """A term on a batch, without its clip; refuses a batch without the log-probabilities of the term's anchor."""
     scored, carried = scored_by(batch, term.anchor), carries_kl(batch, term.anchor)
+    if (other := batch.anchors.get(term.beyond)) is not None:
+        scored, carried = _beside(scored, other, term.max_teacher_log_ratio), carried & carries_kl(batch, term.beyond)
     delta = masked_log_ratio(batch.policy_logprobs, scored.logprobs, carried)
     return Prepared(
         term=term,
@@ -162,6 +181,16 @@ def measure(batch: Batch, term: KLTerm) -> Prepared:
         log_ratio=delta,
         bounded=bounded(delta, term.max_log_ratio),
     )
+
+
+def _beside(scored: Scored, teacher: Scored, bound: float | None) -> Scored:
+    """An anchor's part beside a teacher's, whose mask counts too; log teacher - log anchor is bounded."""
+    logprobs = scored.logprobs
+    if bound is not None:  # of -inf there is no bound: it is refused
+        raised = torch.maximum(logprobs, (teacher.logprobs - bound).to(logprobs.dtype))
+        logprobs = torch.where(logprobs > FORBIDDEN, raised, logprobs)
+    mask = teacher.mask if scored.mask is None else scored.mask  # here only whether some tokens may be left out
+    return scored._replace(logprobs=logprobs, mask=mask)
 
 
 def prepare(batch: Batch, term: KLTerm) -> Prepared:
@@ -179,13 +208,10 @@ class Weighted(NamedTuple):
 
 def prepare_terms(batch: Batch, terms: Sequence[Weighted]) -> list[tuple[float, Prepared]]:
     """The terms in force, each with its coefficient; with coefficient 0 those that are only measured."""
-    prepared: list[tuple[float, Prepared]] = []
-    for coefficient, term in terms:
-        if coefficient > 0 and (term.placement != "reward" or term.anchor in batch.anchors):
-            prepared.append((coefficient, prepare(batch, term)))
-        elif term.anchor in batch.anchors:
-            prepared.append((0.0, measure(batch, term)))
-    return prepared
+    there = [(x, t) for x, t in terms if t.anchor in batch.anchors or (x != 0 and t.placement != "reward")]
+    beside = "sampler" if {*HELD} <= {term.anchor for _, term in there} else None
+    prepared = [(x, prepare(batch, term) if x != 0 else measure(batch, term)) for x, term in there]
+    return [(x, replace(one, is_beside=one.term.anchor == beside)) for x, one in prepared]
 
 
 class Gate(NamedTuple):

@@ -18,9 +18,10 @@ weighted term of the sample, where that lies outside of it, have the right mean,
 for every k: 0 is the sampled estimator, the whole vocabulary the exact KL. Where q has mass that mu never samples and
 S lacks, the mean is short by what that mass is worth: there it is the generalised KL over head and support.
 
-A constant added to delta would not change the mean, as sum_v p_v grad log p_v = 0. With 1, autograd's of p delta, head
-and tail cancel on average only: noisier near the anchor than no head at all. With 1 in the head and 0 in the tail the
-gradient is off by that of the head's mass.
+A constant added to delta in head and tail does not change the mean, as sum_v p_v grad log p_v = 0. With 1, autograd's
+of p delta, they cancel on average only: noisier near the anchor than no head at all. With 1 in the head and 0 in the
+tail the gradient is off by the gradient of the head's mass. With -log(P/Q), P and Q the masses outside the head (tail
+`centered`), the tail's delta is near 0, and so is its noise; at the anchor it is 0.
 
 Source: a head with a sampled tail is EMA-PG's (arXiv:2602.04417), the tail `generalised` equation 5 of MOPD
 (arXiv:2606.30406). The constants above are klamp's: value and gradient are right for every k.
@@ -42,7 +43,7 @@ from klamp.core.masking import masked
 from klamp.core.types import Direction
 from klamp.errors import ShapeError, check_name
 
-Tail: TypeAlias = Literal["sampled", "bucket", "generalised", "none"]
+Tail: TypeAlias = Literal["sampled", "bucket", "generalised", "none", "centered"]
 TAILS: tuple[str, ...] = get_args(Tail)
 
 
@@ -139,11 +140,11 @@ def topk_kl(
         policy_target, anchor_target: those of the sampled token.
         outside: True = the sampled token is not in the head.
         direction: `reverse` = KL(policy || anchor), `forward` = KL(anchor || policy), or `js` as in `exact_kl`.
-        tail: `sampled`, as above. Others follow another divergence, and ignore the sampled token: `bucket` one entry
-            for all of the tail, a lower bound, 30 to 63 % off in gradient unless p / q is constant there;
-            `generalised` the head's terms alone (MOPD, arXiv:2606.30406), >= 0 and 0 at the anchor, else 40 to 101 %
-            off; `none` the plain sum over the head of p delta (forward q (-delta)), of any sign, 117 to 617 % off,
-            with a gradient that leaves the anchor.
+        tail: `sampled`, as above; `centered`, with the constant -log(P/Q) in the reverse direction. Others follow
+            another divergence, and ignore the sampled token: `bucket` one entry for the whole tail, a lower bound, 30
+            to 63 % off in gradient unless p / q is constant there; `generalised` the head's terms alone (MOPD,
+            arXiv:2606.30406), >= 0 and 0 at the anchor, else 40 to 101 % off; `none` the plain sum over the head of
+            p delta (forward q (-delta)), of any sign, 117 to 617 % off, with a gradient that leaves the anchor.
         log_weight: log(policy / sampler) of the sampled token, a number (no gradient); None: 0, on-policy.
         kept: True = the entry counts; False for padding of a short head and for duplicates of a union.
 
@@ -171,7 +172,8 @@ def topk_kl(
         )
     policy, anchor = masked(policy_head, kept), masked(anchor_head.detach(), kept)
     log_p, log_q = policy.detach(), anchor
-    if tail in ("sampled", "bucket"):
+    constant = _rest(anchor, kept) - _rest(log_p, kept) if tail == "centered" else None
+    if tail in ("sampled", "bucket", "centered"):
         if tail == "bucket":
             outside, last, other = torch.ones_like(outside), _rest(policy, kept), _rest(anchor, kept)
             log_w = last.detach()
@@ -182,6 +184,7 @@ def topk_kl(
         # Both over the probability of being there, 1 in the head and mu in the tail: w and w q / p.
         log_p, log_q = torch.cat((log_p, log_w), -1), torch.cat((log_q, log_w - (last.detach() - other)), -1)
     value, slope = (_plain if tail == "none" else _terms)(direction, log_p, log_q)
+    slope = slope if constant is None or direction != "reverse" else slope + log_p.exp() * constant
     value = torch.where(slope.isfinite(), saturated(value, log_p - log_q), value)
     return with_gradient(masked(value, kept), masked(slope, kept), policy).sum(-1)
 

@@ -64,7 +64,8 @@ class Scored(NamedTuple):
     logprobs: LogProbs
     """Log-probabilities of the sampled tokens under the anchor, data without gradient. [B, T]"""
     kl: TokenValues | None = None
-    """KL to the anchor at each prefix, `exact_kl` or `topk_kl`, with gradient if it is in the loss. [B, T]"""
+    """KL to the anchor at each prefix, `exact_kl` or `topk_kl`, with gradient if it is in the loss; or a sampled KL's
+    baseline, which must not depend on the sampled token (a sampled tail does). [B, T]"""
     forward_kl: TokenValues | None = None
     """Exact KL(anchor || policy) at each prefix, with gradient; for value `exact` with gradient `forward`. [B, T]"""
     mask: Mask | None = None

@@ -392,8 +392,7 @@ def _settled(history: History, steps: int) -> float | None:
 def negative_beta(history: History) -> Evidence | None:
     """The coefficient of the KL is negative."""
     beta = history.latest.get("beta", history.settings.beta)
-    beside_teacher = any(name.startswith("teacher/kl") for name in history.latest)  # G-OPD's beta is below 0
-    if beta is None or not beta < 0 or beside_teacher:
+    if beta is None or not beta < 0 or history.goes_beyond:
         return None
     return Evidence(f"beta is {number(beta)}: a bonus for distance from the reference")
 

@@ -104,6 +104,7 @@ def examine(history: History) -> Diagnosis:
             evidences.setdefault(alarm.name, {}).setdefault(view.step, evidence)
     contents = _contents(history)
     concerned = {name: alarm for name, alarm in ALARMS.items() if not alarm.concerns or alarm.concerns in contents}
+    concerned = {name: x for name, x in concerned.items() if not (history.goes_beyond and name in BY_DESIGN)}
     gaps = {name: _gap(alarm, history, contents) for name, alarm in concerned.items()}
     findings = [_finding(ALARMS[name], by_step) for name, by_step in evidences.items() if gaps.get(name) == ""]
     findings.sort(key=lambda finding: (finding.alarm.level != "alarm", finding.first_step))
@@ -112,9 +113,12 @@ def examine(history: History) -> Diagnosis:
     return Diagnosis(history=history, findings=findings, checked=checked, unchecked=unchecked)
 
 
+BY_DESIGN = ("kl-spike", "kl-far", "kl-growing", "kl-high")  # with a negative beta, which leaves the reference
+
+
 def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:
     for alarm in ALARMS.values():
-        if (evidence := alarm.rule(history)) is not None:
+        if not (history.goes_beyond and alarm.name in BY_DESIGN) and (evidence := alarm.rule(history)) is not None:
             yield alarm, evidence
 
 

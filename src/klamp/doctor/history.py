@@ -237,6 +237,12 @@ class History:
         beta = self.latest.get("beta", self.settings.beta)
         return beta > 0 if beta is not None else any(name.startswith("kl/") for name in self.latest)
 
+    @property
+    def goes_beyond(self) -> bool:
+        """Whether a negative beta takes the policy from the reference, beyond a teacher that bounds it."""
+        beta = self.latest.get("beta", self.settings.beta)
+        return beta is not None and beta < 0 and any(name.startswith("teacher/kl") for name in self.latest)
+
     def add_completions(self, completions: Iterable[Completion]) -> None:
         """Add completions to the steps that they were written in."""
         for completion in completions:

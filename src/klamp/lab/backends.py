@@ -110,7 +110,7 @@ TRL = (
         "kl_placement advantage_baseline",
         "klamp puts the KL into TRL's advantages once they are formed, less its mean over the whole group",
         "set advantage_baseline='mean', or kl_placement='advantage'",
-        lambda c: c.kl.beta > 0 and c.kl.kl_placement == "reward" and c.loss.advantage_baseline == "leave_one_out",
+        lambda c: c.kl.beta != 0 and c.kl.kl_placement == "reward" and c.loss.advantage_baseline == "leave_one_out",
     ),
     Rule(
         "reference lora_r resume",

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_type_hints
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
+from klamp.config.beyond import baseline_cautions
 from klamp.config.fields import check_cluster, check_server, resolve_aliases, setting
 from klamp.config.kl import DType
-from klamp.config.teacher import ALL_ALIASES
+from klamp.config.teacher import ALL_ALIASES, UNBIASED
 from klamp.core.arguments import (
     ABOVE_0_TO_1,
     AT_LEAST_0,
@@ -215,13 +216,16 @@ class TrainConfig:
         cut, teacher = self.rollout.top_p < 1 or self.rollout.top_k > 0, self.teacher
         noise = (self.kl.kl_estimator, self.kl.kl_gradient) == ("k1", "own")
         once = self.optim.num_iterations == 1
-        if self.kl.reference == "sampler" and self.kl.beta > 0 and once and not cut and not noise:
+        of_sampler = self.kl.beta > 0 if self.kl.reference == "sampler" else self.kl.sampler_coef > 0
+        if of_sampler and once and not cut and not noise:
             yield (
-                "reference='sampler' has no effect with num_iterations=1, but for rounding: at a rollout's only update "
-                "the policy is the sampler. Use num_iterations of 2 or more, or another reference."
+                "A KL to the sampler has no effect with num_iterations=1, but for rounding: at a rollout's only update "
+                "the policy is the sampler. Use num_iterations of 2 or more, or leave it out."
             )
+        for term in (self.kl.build_term(), teacher.build_term()):
+            yield from baseline_cautions(term, later=not once, cut=cut)
         sampled = teacher.teacher_estimator in ("k1", "k3") or teacher.teacher_horizon == "sequence"
-        sampled |= teacher.teacher_estimator == "topk" and teacher.teacher_tail == "sampled"
+        sampled |= teacher.teacher_estimator == "topk" and teacher.teacher_tail in UNBIASED
         if cut and sampled and teacher.there and teacher.teacher_placement == "loss":
             effect = "the KL to the teacher is that over what it keeps. For the KL over all words"
             if teacher.teacher_off_policy == "none":

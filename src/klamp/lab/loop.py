@@ -230,7 +230,7 @@ def take_step(
             break
     metrics = updates.measured(context, rollout, outputs) | {"train/learning_rate": rate}
     metrics |= updates.control_metrics(context, beta, metrics)
-    metrics |= {"teacher/coef": coefficient} if len(objective.terms) > 1 else {}
+    metrics |= {"teacher/coef": coefficient} if config.teacher.there else {}
     if (kl := held_kl(metrics, exact_everywhere=context.exact_everywhere)) is not None:
         context.control.update(kl, metrics, rollout.rewards.view(-1, config.rollout.num_generations))
     return rollout, metrics

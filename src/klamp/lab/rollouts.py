@@ -77,7 +77,7 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, terms: 
         rollout = _with_reference(context, rollout, context.reference, how)
     if context.teachers is not None:
         rollout = replace(rollout, teacher_scores=context.teachers.score(chosen, completions, **how))
-    terms = [term for term in terms if term.coefficient > 0]
+    terms = [term for term in terms if term.coefficient != 0]
     return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
 
 

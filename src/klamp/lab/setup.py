@@ -88,7 +88,7 @@ class Context:
     def exact_completions(self) -> int:
         """How many completions of a group have their exact KL measured; all if the loss uses it."""
         size, count = self.config.rollout.num_generations, self.config.run.exact_kl_completions
-        if self.config.kl.kl_estimator == "exact":
+        if "exact" in (self.config.kl.kl_estimator, self.config.kl.kl_baseline):
             return size
         if count is not None:
             return min(count, size)

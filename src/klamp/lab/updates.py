@@ -80,7 +80,7 @@ def scored_batch(
 ) -> Batch:
     """A part of the rollout as the batch that the loss takes."""
     batch, (beta, term) = batch_of(context, rollout, scores.logprobs, part), objective.terms[0]
-    if beta > 0 and term.value == "exact":
+    if beta != 0 and "exact" in (term.value, term.baseline):
         forward = scores.exact_forward if term.gradient == "forward" else None
         batch = batch.with_anchor(term.anchor, kl=scores.exact, forward_kl=forward)
     return batch if scores.teacher is None else batch.with_anchor("teacher", kl=scores.teacher)
@@ -89,7 +89,7 @@ def scored_batch(
 def _ask(context: Context, rollout: Rollout, part: slice, objective: Objective, learns: Tensor) -> Ask:
     """The request to the scorer for an update: only what is needed and not known yet."""
     beta, term = objective.terms[0]
-    in_loss = beta > 0 and term.value == "exact"
+    in_loss = beta != 0 and term.value == "exact"
     direction: Direction = "forward" if term.gradient == "forward" else "reverse"
     return Ask(
         temperature=context.config.rollout.temperature,
@@ -177,7 +177,8 @@ OF_KL_TOKENS = ("k1", "k3", "k3_sequence", "exact", "log_ratio_max", "log_ratio_
 """Metrics `kl/NAME` over the tokens that carry the KL to the reference, if any do."""
 OF_THE_LAST = (  # how far a step's updates moved the policy from the sampler: before the first one the ratio is 1
     *("policy/ratio_clipped", "policy/kl_old", "kl/weights_truncated"),
-    *("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut", "sampler/ess", "sampler/ess_sequence"),
+    *("sampler/kl", "sampler/ess", "sampler/ess_sequence"),
+    *("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut"),
 )
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -146,7 +146,8 @@ def expected_step(
     The batch is large: means over tokens divide by the expected length. Every completion is in it once; its weight
     is the share that reaches the update, in the mean over its possible groups.
     """
-    outcomes, objective = world.outcomes, build_objective(kl, loss, max_length=world.chain.length, teacher=teacher)
+    made = partial(build_objective, kl, loss)
+    outcomes, objective = world.outcomes, quietly(made, max_length=world.chain.length, teacher=teacher)
     count, none = float(len(outcomes.probs)), torch.zeros_like(world.rewards)
     batch = batch_of(scores_of(outcomes, objective, kl, teacher), advantages=none)
     own, of_kl = objective.reduction, kl_reduction(kl, loss)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.config.beyond import NO_PRICE, beyond_cautions, check_beyond
 from klamp.config.describe import (
     describe_average,
     describe_clip,
@@ -44,7 +45,8 @@ from klamp.verify.worlds import Chain, Who, enumerate_outcomes, random_chain
 SEEDS = range(4)
 LENGTH = 3
 """Longest completion of the worlds of whole completions, in tokens."""
-TERM = ["estimator", "gradient", "horizon", "placement", "max_log_ratio", "off_policy", "max_weight", "normalizer"]
+TERM = ["estimator", "gradient", "baseline", "horizon", "placement", "max_log_ratio", "off_policy", "max_weight"]
+TERM += ["normalizer"]
 """The fields `kl_...` of a KL term, without its coefficient and clip."""
 DIVERGENCES: Mapping[Direction, str] = {direction: IN_WORDS[direction] for direction in get_args(Direction)}
 STRAIGHT = 0.9999
@@ -181,6 +183,7 @@ def explain_config(
         ConfigError: a combination that `build_objective` refuses.
     """
     setting, teacher = setting or Setting(), teacher if teacher is not None and teacher.there else None
+    check_beyond(kl, teacher)
     around = [("paper", setting.paper)] if setting.paper else []
     around += [("trust region", text) for text in _explain_trust(loss, setting.length)] if loss.trust.is_set else []
     loss = replace(loss, rollout_rs=None, rollout_rs_threshold=None)  # the KL stays outside of masks
@@ -196,7 +199,7 @@ def explain_config(
     if moving := describe_movement(kl):
         around.append(("reference", f"{moving}; a KL to it does not bound the distance from the start"))
     wide = [] if kl.kl_reference_length else [wide_clip(kl, setting.length)]  # the length is the explanation's
-    cautions = (*kl.cautions(), *wide, *(() if teacher is None else teacher.cautions()))
+    cautions = (*kl.cautions(), *beyond_cautions(kl, teacher), *wide, *(() if teacher is None else teacher.cautions()))
     return Explanation(
         name=name,
         verdict=" ".join(verdict for verdict, _ in parts),
@@ -219,6 +222,9 @@ def _explain_kl(kl: KLConfig, loss: LossConfig, setting: Setting) -> tuple[str, 
         faults = far_faults(penalty, moves=facts.position.follows.name != "zero")
         lines.append(("at 30 nats", faults or "finite in float32, bfloat16 and float16"))
     clipped = kl.kl_clip_method != "none"
+    if kl.beta < 0:
+        lines.append(("price", NO_PRICE))
+        return "Goes beyond the teacher: a negative beta rewards KL(policy||ref), and the teacher bounds it.", lines
     if setting.rewarded and facts.position.follows.factor > 0 and not proximal:
         price = describe_price(setting.price(kl, loss), group_size=setting.group_size) + ", above the budget" * clipped
         moves = "" if kl.controller_name == "fixed" else "moves with beta; at its start "
@@ -243,7 +249,7 @@ def _explain_teacher(loss: LossConfig, setting: Setting, teacher: TeacherConfig)
 
 def _explain_end(kl: KLConfig, loss: LossConfig, setting: Setting, teacher: TeacherConfig | None) -> list[Line]:
     """The mix of a reference and a teacher, with its price, and where the run ends; nothing under a clip."""
-    held, lines = kl.beta > 0 and kl.reference != "sampler", list[Line]()
+    held, lines = kl.beta != 0 and kl.reference != "sampler", list[Line]()
     if (held and (kl.kl_clip_method != "none" or kl.excludes)) or not (held or teacher):
         return []
     if teacher is not None and not setting.rewarded:  # nothing is compared
@@ -458,8 +464,9 @@ def where_it_ends(kl: KLConfig, loss: LossConfig, teacher: TeacherConfig | None,
         return "not known: a coefficient moves, or an anchor with the policy"
     world = worlds()[-1] if rewarded else Scene(chain=worlds()[-1].chain)
     bare = None if teacher is None else bare_teacher(teacher, COEF)
-    end = follow(replace(bare_term(kl), beta=BETA) if held else NO_KL, loss, world, bare)
-    coefficients = [f"beta {BETA:g}"] * held + [f"teacher_coef {COEF:g}"] * (teacher is not None)
+    beta = COEF * kl.beta / teacher.teacher_coef if teacher is not None and kl.beta < 0 else BETA
+    end = follow(replace(bare_term(kl), beta=beta) if held else NO_KL, loss, world, bare)
+    coefficients = [f"beta {beta:.3g}"] * held + [f"teacher_coef {COEF:g}"] * (teacher is not None)
     at = f"completions of up to {world.chain.length} tokens, all counted, {', '.join(coefficients)}"
     if not end.stands:
         return f"nowhere: {end.kl:.2g} nats from the {who.replace('ref', 'reference')} it is still moving ({at})"

@@ -167,9 +167,7 @@ def _plain(objective: Objective) -> Objective:
     return dataclasses.replace(objective, reduction="sequence_sum", terms=terms)
 
 
-_PLAIN_LOSS = LossConfig(
-    loss_type="grpo", surrogate="score_function", scale_rewards="none", advantage_baseline="leave_one_out"
-)
+_PLAIN_LOSS = LossConfig(surrogate="score_function")
 
 
 def scores_of(
@@ -188,14 +186,15 @@ def scores_of(
     anchors = {term.anchor: term for _, term in objective.terms}
     if "teacher" in anchors:
         scores["teacher.logprobs"] = scored.teacher_logprobs
-        if teacher is not None and anchors["teacher"].of_prefixes:
+        if teacher is not None and (anchors["teacher"].of_prefixes or teacher.teacher_baseline != "none"):
             scores["teacher.kl"] = teacher_kl(scored, teacher)
     if objective.beta == 0:
         return scores
     scores["reference.logprobs"] = scored.ref_logprobs
     if kl.excludes:
         scores |= dict.fromkeys(("reference.mask", "sampler.mask"), _kl_mask(kl, scored))
-    if anchors.get("reference", KLTerm()).value == "exact":
+    term = anchors.get("reference", KLTerm())
+    if "exact" in (term.value, term.baseline):
         models = scored.policy_logits, scored.ref_logits
         scores |= {"reference.kl": exact_kl(*models), "reference.forward_kl": exact_kl(*models, direction="forward")}
     return scores
@@ -215,7 +214,7 @@ def batch_of(scores: Mapping[str, Tensor], **options: Any) -> Batch:
 def teacher_kl(y: Outcomes, teacher: TeacherConfig) -> Float[Tensor, "outcomes tokens"]:
     """The KL to the teacher at each sampled prefix, over the vocabulary or a head, with gradient to the chain."""
     direction = teacher.teacher_direction
-    if teacher.teacher_estimator == "exact":
+    if "exact" in (teacher.teacher_estimator, teacher.teacher_baseline):
         return exact_kl(y.policy_logits, y.teacher_logits, direction=direction)
     policy, other = (logits.log_softmax(-1) for logits in (y.policy_logits, y.teacher_logits))
     size = min(teacher.teacher_top_k, policy.shape[-1])
@@ -228,7 +227,7 @@ def teacher_kl(y: Outcomes, teacher: TeacherConfig) -> Float[Tensor, "outcomes t
         y.teacher_logprobs,
         (ids != y.tokens[..., None]).all(-1),
         direction=direction,
-        tail=teacher.teacher_tail,
+        tail=teacher.teacher_tail if teacher.teacher_estimator == "topk" else "bucket",
         log_weight=None if teacher.teacher_off_policy == "none" else y.policy_logprobs - y.sampler_logprobs,
         kept=distinct(ids, torch.ones_like(ids, dtype=torch.bool)),
     )
@@ -334,7 +333,7 @@ def _advantages(
 def less_kl(rewards: Float[Tensor, " batch"], batch: Batch, terms: Iterable[Weighted]) -> Float[Tensor, " batch"]:
     """The rewards less every KL of these that is taken from them, without a clip. [B]"""
     for coefficient, term in terms:
-        if coefficient > 0 and term.placement == "reward":
+        if coefficient != 0 and term.placement == "reward":
             rewards = advantages_with_kl(rewards, measure(batch, term), beta=coefficient, advantages=lambda x: x)
     return rewards
 

@@ -196,7 +196,8 @@ def test_the_gradient_is_that_of_a_local_teacher_with_the_same_head(taught, stan
             pair = [x.gather(-1, y[:, None])[:, 0] for x in (p, q)]
             weight = None if config.teacher_off_policy == "none" else pair[0].detach() - mu
             heads, outside = (x.gather(-1, ids) for x in (p, q)), (ids != y[:, None]).all(-1)
-            options = {"direction": config.teacher_direction, "tail": config.teacher_tail, "log_weight": weight}
+            tail = config.teacher_tail if config.teacher_estimator == "topk" else "bucket"
+            options = {"direction": config.teacher_direction, "tail": tail, "log_weight": weight}
             found = [*pair, topk_kl(*heads, *pair, outside, **options)]
             for name, x in zip(columns, found, strict=True):
                 columns[name].append(x)

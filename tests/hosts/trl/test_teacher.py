@@ -79,7 +79,8 @@ def test_a_teacher_of_few_positions_or_of_nan_is_refused_with_what_helps(base: A
 
 def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], advantages: Any, options: dict[str, Any]):
     """klamp's loss from the models, the completions and the policy that sampled, with none of the adapter's numbers."""
-    beta = options.get("beta", 0.0)
+    beta, fields = options.get("beta", 0.0), ("beta", "sampler_coef", *(name for name in options if name[:3] == "kl_"))
+    kl = KLConfig(**{name: options[name] for name in fields if name in options} | {"beta": beta})
     with torch.no_grad():
         ref, taught = (plain_logits(each, inputs) for each in (base, teacher))
     logits = plain_logits(trainer.model, inputs)
@@ -101,19 +102,32 @@ def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], adva
         reduction=REDUCTIONS[trainer.loss_type],  # type: ignore[arg-type]
         max_length=LENGTH,
         beta=beta,
-        kl=KLConfig(beta=beta).build_term(),
-        others=(Weighted(COEF, config.build_term()),),
+        kl=kl.build_term(),
+        others=(Weighted(COEF, config.build_term()), *kl.beside()),
     )
     return grpo_loss(batch, objective)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.4])
+BESIDE: list[dict[str, Any]] = [
+    {"beta": -0.25},  # beyond the teacher
+    {"beta": -0.25, "kl_estimator": "k1", "kl_placement": "advantage"},
+    {"beta": -0.25, "kl_max_teacher_log_ratio": 0.05},
+    {"beta": 0.4, "sampler_coef": 0.3},
+]
+
+
 @pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
-@pytest.mark.parametrize("place", sorted(HAVE["TRL"]))
+@pytest.mark.parametrize(
+    ("place", "kl"),
+    [
+        *((place, {"beta": beta}) for place in sorted(HAVE["TRL"]) for beta in (0.0, 0.4)),
+        *(("k1", kl) for kl in BESIDE),
+    ],
+)
 def test_the_loss_and_its_gradient_are_klamps_own(
-    base: Any, teacher: Any, tmp_path: Path, place: str, beta: float
+    base: Any, teacher: Any, tmp_path: Path, place: str, kl: dict[str, Any]
 ) -> None:
-    options = {**KINDS[place], "beta": beta, "loss_type": "dapo"}
+    beta, options = kl["beta"], {**KINDS[place], **kl, "loss_type": "dapo"}
     trainer = made(base, teacher, tmp_path, **options)
     assert (trainer.ref_model is None) == (beta == 0)
     inputs = {"old_per_token_logps": None, **generated(trainer)}
@@ -127,13 +141,17 @@ def test_the_loss_and_its_gradient_are_klamps_own(
         loss = trainer.compute_loss(trainer.model, inputs)
         assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-6, rel=1e-6), update
         assert (gradient_of(trainer, loss) - exact).abs().max() <= 1e-6 * max(1.0, float(exact.norm())), update
-        for name in ("teacher/k1", "teacher/kl"):
+        for name in (
+            "teacher/k1",
+            "teacher/kl",
+            *(expected.metrics.keys() & {"kl/mix", "kl/teacher_clamped", "sampler/kl"}),
+        ):
             assert metrics[name][-1] == pytest.approx(float(expected.metrics[name]), rel=1e-4)
         inputs["old_per_token_logps"] = plain_logprobs(plain_logits(trainer.model, inputs), inputs).detach()
         move(trainer.model)
     assert {*metrics["teacher/coef"]} == {COEF}
     assert ("teacher/student_mass" in metrics) == bool(options.get("teacher_top_k"))
-    assert bool(metrics["kl"]) == (beta > 0), "TRL's own name is for a reference"
+    assert bool(metrics["kl"]) == (beta != 0), "TRL's own name is for a reference"
 
 
 @pytest.mark.parametrize("name", sorted(set(KINDS) - HAVE["TRL"]))

@@ -81,12 +81,12 @@ def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: b
 
 
 def prefix_kl(config: TeacherConfig) -> PrefixKL | None:
-    """The KL that is summed at each prefix; None: the sampled token's log-ratio is all that is needed."""
-    if config.teacher_estimator not in ("exact", "topk"):
+    """The KL, or a baseline, that is summed at each prefix; None: the sampled token's log-ratio is all it takes."""
+    sampled = config.teacher_estimator not in ("exact", "topk")
+    if sampled and config.teacher_baseline == "none":
         return None
-    return PrefixKL(
-        direction=config.teacher_direction, top_k=config.head_size, head=config.teacher_head, tail=config.teacher_tail
-    )
+    tail = "bucket" if sampled else config.teacher_tail
+    return PrefixKL(direction=config.teacher_direction, top_k=config.head_size, head=config.teacher_head, tail=tail)
 
 
 def no_prompt(column: str, columns: Collection[str]) -> DataError:

@@ -52,7 +52,7 @@ def check_kl(kl: float) -> None:
 
 def beta_metrics(price: Price, spread: float | None) -> dict[str, float]:
     """beta in force, and the reward that it takes for one nat of a completion, at this mean deviation of a group."""
-    if price.scaled and spread is None:
+    if price.beta < 0 or (price.scaled and spread is None):  # below 0 it is no price
         return {"beta": price.beta}
     return {"beta": price.beta, "beta/price": price.at(spread or 0.0)}
 
@@ -121,7 +121,7 @@ class KLControl:
         """The coefficient in force at a step, from 0."""
         kl = self.kl
         factor = kl_schedule_factor(step, total_steps, schedule=kl.kl_schedule, warmup_steps=kl.kl_warmup_steps)
-        return self.controller.value * factor
+        return math.copysign(self.controller.value * factor, kl.beta)
 
     def update(self, kl: float, metrics: Mapping[str, float] | None = None, rewards: Tensor | None = None) -> None:
         """Take in the KL of an optimizer step, in nats per token; for `metrics` and `rewards` see `landing_beta`."""

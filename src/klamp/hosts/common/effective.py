@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from klamp.config import KLConfig, describe
-from klamp.config.teacher import TeacherConfig
+from klamp.config.beyond import NO_PRICE
+from klamp.config.teacher import UNBIASED, TeacherConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class EffectiveTerm:
         return cls(
             term="klamp's",
             beta=beta,
-            price=price,
+            price=price if beta >= 0 else NO_PRICE,
             controller=controller or describe.describe_controller(kl),
             value=describe.describe_value(kl),
             gradient=f"{describe.describe_gradient(kl)}: {describe.DIVERGENCES[kl.kl_gradient]}",
@@ -50,7 +51,7 @@ class EffectiveTerm:
     def to_teacher(cls, teacher: TeacherConfig, *, who: str, coefficient: float) -> EffectiveTerm:
         """klamp's term of a KL to a teacher: whose scores, and the coefficient in force."""
         gradient = f"{teacher.build_term().gradient}, per {teacher.teacher_horizon}"
-        off = "not " if teacher.teacher_estimator == "topk" and teacher.teacher_tail != "sampled" else ""
+        off = "not " if teacher.teacher_estimator == "topk" and teacher.teacher_tail not in UNBIASED else ""
         return cls(
             term=f"klamp's, to the teacher: {who}",
             beta=coefficient,

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from klamp._field_texts import field_texts
 from klamp.config import KLConfig
+from klamp.config.beyond import BESIDE_A_TEACHER
 from klamp.config.fields import host_refusals, resolve_aliases
 from klamp.config.kl import ALIASES, check_beta
 from klamp.config.loss import MASKS, LossConfig
@@ -53,7 +54,7 @@ def _new(cls: Any, *_: Any, **options: Any) -> Any:
 
 _SPACE = {"__module__": __name__, "__new__": _new}
 KLFields: Any = dataclasses.make_dataclass("KLFields", _ALIASES + _OF_KL + _OF_TRUST + _OF_BOTH, namespace=_SPACE)
-"""`klamp.KLConfig`'s fields (without `beta`), `TeacherConfig`'s, the masks of `LossConfig`, the switch of the report."""
+"""`klamp.KLConfig`'s fields (without `beta`), `TeacherConfig`'s, `LossConfig`'s masks, the report's switch."""
 TeacherFields: Any = dataclasses.make_dataclass("TeacherFields", _OF_BOTH, namespace=_SPACE)
 
 
@@ -63,8 +64,8 @@ def settle_fields(args: Any) -> None:
     if args.beta:
         values["beta"] = args.beta
     args.beta = resolve_aliases(values, {"beta"}, ALIASES).get("beta", args.beta)
-    if isinstance(args.beta, (int, float)):
-        check_beta(args.beta)
+    if isinstance(args.beta, (int, float)) and not touched(args, TeacherConfig):
+        check_beta(args.beta, fix=BESIDE_A_TEACHER)
     for name in ALIASES:
         setattr(args, name, None)
     for name, value in (touched(args) | touched(args, TeacherConfig)).items():

@@ -73,7 +73,7 @@ def prepared(
             added[REFERENCE_LENGTH] = reference_lengths(generation, control)
         added[GATE_KL] = gate_over_processes(generation, term)
         generation = replace(generation, inputs=added)
-    if term.placement == "reward" and beta > 0:
+    if term.placement == "reward" and beta != 0:
         added["advantages"] = advantages_of_rewards(generation, term, beta=beta)
     return added
 

@@ -104,9 +104,9 @@ class LossCall:
 
     @property
     def head(self) -> TeacherConfig | None:
-        """The teacher if its KL is computed over a head; None: no teacher, or a KL of the sampled tokens."""
+        """The teacher if its KL, or its baseline, is computed over a head; None: no teacher, or sampled tokens only."""
         teacher = self.teacher
-        return teacher if teacher is not None and teacher.there and teacher.teacher_estimator == "topk" else None
+        return teacher if teacher is not None and teacher.there and teacher.head_size is not None else None
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ class LossCall:
                 why="only one of them can be in force",
                 fix="leave cliprange out",
             ),
-            *(host_refusals(kl, "Tinker") if self.objective.beta > 0 else ()),
+            *(host_refusals(kl, "Tinker") if self.objective.beta != 0 else ()),
             *(host_refusals(self.loss, "Tinker") if self.loss is not None else ()),
             Refusal(
                 self.normalizer == "token_sum" and kl.kl_normalizer is not None,
@@ -150,7 +150,7 @@ class LossCall:
             data,
             reference="reference" in anchors,
             teacher="teacher" in anchors,
-            exclusions=self.objective.beta > 0 and self.kl.excludes,
+            exclusions=self.objective.beta != 0 and self.kl.excludes,
             top_k=0 if self.head is None else self.head.teacher_top_k,
         )
 
@@ -169,7 +169,7 @@ def effective(
     call = LossCall(kl_coef, cliprange, kl or KLConfig(), **options)
     kl, teacher, beta = call.kl, call.teacher, call.objective.beta
     terms: list[EffectiveTerm] = []
-    if beta > 0:
+    if beta != 0:
         moved = "fixed" if kl_coef is None else "the caller's: each call is passed its kl_coef"
         terms.append(EffectiveTerm.of(kl, beta=beta, price=_price(call.objective), controller=moved))
     if teacher is not None and teacher.there:
@@ -183,7 +183,7 @@ def effective(
         host=f"{host_version('tinker')}, forward_backward_custom",
         terms=tuple(terms),
         normalizer=average,
-        reference=reference if beta > 0 else "none is read: the coefficient is 0",
+        reference=reference if beta != 0 else "none is read: the coefficient is 0",
         notes=call.notes,
     )
 
@@ -277,7 +277,8 @@ def _head_kl(rows: Rows, policy: Tensor, teacher: TeacherConfig) -> tuple[Tensor
     anchor = torch.cat([rows.head_logprobs, rows.teacher_logprobs[..., None]], -1)
     ids, valid = torch.cat([rows.head, rows.target_tokens[..., None]], -1), rows.head >= 0
     weight = None if teacher.teacher_off_policy == "none" else policy[..., -1].detach() - rows.logprobs
-    how: Any = {"direction": teacher.teacher_direction, "tail": teacher.teacher_tail}
+    tail = teacher.teacher_tail if teacher.teacher_estimator == "topk" else "bucket"
+    how: Any = {"direction": teacher.teacher_direction, "tail": tail}
     kl = topk_kl_of(policy, anchor, ids, **how, log_weight=weight, kept=valid)
     if not teacher.teacher_top_k:
         return kl, {}

@@ -12,7 +12,7 @@ import trl
 from torch import Tensor
 
 from klamp.config.describe import PLACEMENTS, TAUGHT, describe_average
-from klamp.config.teacher import TeacherConfig
+from klamp.config.teacher import UNBIASED, TeacherConfig
 from klamp.core.types import Direction
 from klamp.errors import ConfigError, Refusal, refuse
 from klamp.hosts.common.anchors import check_apart, check_room
@@ -78,7 +78,7 @@ def refusals(c: TeacherConfig, args: Any) -> list[Refusal]:
             fix="leave one of them out; another beta is a divergence of TRL's alone, without fields of klamp's",
         ),
         Refusal(
-            bool(drawn) and c.teacher_estimator != "exact" and c.teacher_tail == "sampled",
+            bool(drawn) and c.teacher_estimator != "exact" and c.teacher_tail in UNBIASED,
             f"teacher_estimator={c.teacher_estimator!r} cannot be combined with {', '.join(drawn)}",
             why="tokens are then drawn from another policy than the one that is trained, for whose own they stand",
             fix="leave it out, or use teacher_estimator='exact', which needs no sample",

@@ -10,6 +10,7 @@ from typing import Any
 import trl
 
 from klamp.config import TRL_LOSS_TYPES, KLConfig, LossConfig
+from klamp.config.beyond import baseline_cautions, baseline_refusal, beyond_cautions, check_beyond
 from klamp.config.fields import host_refusals
 from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Reduction
@@ -68,7 +69,7 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
             if teacher is None:
                 kl_fields.warn_without_kl(kl)
             settle_reference(kl, self)
-            check_arguments(kl, self)
+            check_arguments(kl, self, teacher=teacher)
         if teacher is not None and teacher.there:
             option, shifted = "teacher_placement='advantage'", teacher.teacher_placement == "advantage"
             refuse([*kl_fields.one_teacher_refusals(teacher), *advantage_refusals(option, shifted, self)])
@@ -96,9 +97,17 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
         return {**super().to_dict(), "beta": float(self.beta)}
 
 
-def check_arguments(kl: KLConfig, args: Any, *, host: str = "TRL", more: Sequence[Refusal] = ()) -> None:
+def check_arguments(
+    kl: KLConfig,
+    args: Any,
+    *,
+    host: str = "TRL",
+    teacher: TeacherConfig | None = None,
+    more: Sequence[Refusal] = (),
+) -> None:
     """Refuse combinations that the arguments of a trainer of TRL's kind make impossible; `more`: of this host alone."""
     check_name("loss_type", args.loss_type, LOSS_TYPES[host])
+    check_beyond(kl, teacher, host="" if host == "TRL" else host)
     own = LOSS_TYPES[host][args.loss_type]
     of_loss = [
         Refusal(
@@ -120,7 +129,15 @@ def check_arguments(kl: KLConfig, args: Any, *, host: str = "TRL", more: Sequenc
             fix="set use_liger_kernel=False, or use trl>=1.14, where it only swaps layers",
         ),
     ]
-    refuse([*host_refusals(kl, host), *placement_refusals(kl, args), *of_loss, *more])
+    weighs = getattr(args, "use_vllm", False) and getattr(args, "vllm_importance_sampling_correction", False)
+    weights = args.vllm_importance_sampling_mode if weighs else None
+    terms = {"kl": kl.build_term()} | ({} if teacher is None else {"teacher": teacher.build_term()})
+    of_baselines = [baseline_refusal(prefix, term, own, weights) for prefix, term in terms.items()]
+    refuse([*host_refusals(kl, host), *placement_refusals(kl, args), *of_loss, *of_baselines, *more])
+    later, cut = args.num_iterations > 1, args.top_p < 1 or bool(args.top_k)
+    texts = [text for term in terms.values() for text in baseline_cautions(term, later=later, cut=cut)]
+    for text in [*beyond_cautions(kl, teacher), *texts]:
+        warnings.warn(text, KLWarning, stacklevel=3)
     if (asked := getattr(args, name := "use_bias_correction_kl", None)) != getattr(type(args), name, None):
         text = f"{name}={asked} has no effect: the KL is klamp's, and its gradient the one that kl_gradient says."
         warnings.warn(text, KLWarning, stacklevel=3)
@@ -163,7 +180,7 @@ def reward_scale(args: Any) -> str:
 
 def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
     """Refusals of a KL in the reward or advantage beside options that undo it."""
-    placement = kl.kl_placement if kl.beta > 0 else "loss"
+    placement = kl.kl_placement if kl.beta != 0 else "loss"
     scale, sums = reward_scale(args), args.multi_objective_aggregation
     divided = [
         ("scale_rewards", scale, scale != "none", "none"),

@@ -67,7 +67,10 @@ class LossHook:
         """A context with the inputs of the loss; a KL in the advantage uses the policy scored in the loss."""
 
         def advantages() -> Advantages:
-            return self._shift(self.trainer, shifted, batch_of(self.inputs, _only(scorings).logprobs), threshold)
+            scored = _only(scorings)
+            batch = teacher.with_kl(self.trainer, self.inputs, scored)
+            batch = reference.with_exact(self.trainer, batch, self.inputs, scored.hidden)
+            return self._shift(self.trainer, shifted, batch, threshold)
 
         # TRL multiplies beta with a KL if it has a reference's numbers; without them it gets the teacher's
         stand_in = {} if self.has_reference or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
@@ -116,11 +119,14 @@ class LossHook:
 
     def _penalty(self, scored: Scoring) -> Tensor:
         trainer, term, inputs = self.trainer, self.trainer._klamp.term, self.inputs
-        to_teacher = teacher.penalty(trainer, inputs, scored)
+        others = torch.zeros_like(scored.logprobs) + teacher.penalty(trainer, inputs, scored)
+        batch, scale = batch_of(inputs, scored.logprobs), inputs.get(KL_SCALE)
+        for coefficient, beside in () if self.trainer._klamp.kl is None else self.trainer._klamp.kl.beside():
+            others = others + coefficient * gated_penalty(batch, beside, scale)
         if not self.has_reference or self.beta == 0 or term.placement != "loss":
-            return torch.zeros_like(scored.logprobs) + to_teacher
-        batch = reference.with_exact(trainer, batch_of(inputs, scored.logprobs), inputs, scored.hidden)
-        return self.beta * gated_penalty(batch, term, inputs.get(KL_SCALE)) + to_teacher
+            return others
+        batch = reference.with_exact(trainer, batch, inputs, scored.hidden)
+        return self.beta * gated_penalty(batch, term, scale) + others
 
 
 def _only(scorings: list[Scoring]) -> Scoring:
@@ -146,7 +152,7 @@ class KLMixin(HostTrainer):
         if control is None:
             return float(self.beta)
         beta = control.beta(*progress(self))
-        self.beta = max(beta, NEVER_ZERO) if control.kl.needs_reference else beta
+        self.beta = beta or NEVER_ZERO if control.kl.needs_reference else beta
         return beta
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:

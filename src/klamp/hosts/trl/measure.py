@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from klamp.config.loss import Price, price_of
-from klamp.core.term import Placement, prepare
+from klamp.core.penalty import kl_metrics, mix_metrics
+from klamp.core.term import Placement, prepare, prepare_terms
 from klamp.errors import KLWarning
 from klamp.hosts.common.anchors import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.hosts.common.coefficient import batch_of, loss_mask
@@ -50,6 +51,10 @@ def after_loss(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring, 
             exact = exact_kl_of(trainer, inputs, scored.hidden)
         if exact is not None:
             window.add_values("kl/exact", exact[0], exact[1] & prepared.carried)
+        terms = prepare_terms(batch, session.terms(trainer, beta))
+        beside = {name: kl for _, one in terms if one.is_beside for name, kl in kl_metrics(one).items()}
+        for name, kl in (beside | mix_metrics(terms)).items():
+            window.add_values(name, kl.expand(batch.mask.shape), prepared.carried)
     if session.teacher is not None:
         teacher.add_to(window, trainer, batch)
     if not window.sums or (mode == "train" and not trainer.accelerator.sync_gradients):

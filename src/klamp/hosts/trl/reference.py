@@ -158,10 +158,10 @@ def exact_rows(trainer: TRLTrainer, kl: KLConfig | None) -> int:
     if kl is None:
         return 0
     reason = why_not_exact(trainer)
-    if kl.kl_estimator != "exact":
+    if "exact" not in (kl.kl_estimator, kl.kl_baseline):
         return 0 if reason else 1
     if reason:
-        raise no_sum("kl_estimator", "exact", trainer, reason)
+        raise no_sum("kl_estimator" if kl.kl_estimator == "exact" else "kl_baseline", "exact", trainer, reason)
     return trainer.num_generations
 
 
@@ -229,7 +229,7 @@ def predicted(model: Any, states: Tensor) -> Predictions:
 def with_exact(trainer: TRLTrainer, batch: Batch, inputs: Any, hidden: Tensor | None) -> Batch:
     """The batch with the exact KL that its loss is made of; `token_penalty` refuses a batch without it."""
     term = trainer._klamp.term
-    if term.value != "exact":
+    if "exact" not in (term.value, term.baseline) or "reference" not in batch.anchors:
         return batch
     directions: dict[str, Direction] = {"kl": "reverse"}
     directions |= {"forward_kl": "forward"} if term.gradient == "forward" else {}

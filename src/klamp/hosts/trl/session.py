@@ -206,7 +206,8 @@ class Session:
         """klamp's KLs with their present coefficients; `beta` belongs to the reference."""
         own = (Weighted(beta, self.term),) if self.has_kl else ()
         teacher = self.teacher
-        return own if teacher is None else (*own, Weighted(teacher.coefficient(trainer), teacher.term))
+        own = own if teacher is None else (*own, Weighted(teacher.coefficient(trainer), teacher.term))
+        return own if self.kl is None else (*own, *self.kl.beside())
 
     @property
     def needs_hidden(self) -> bool:

@@ -155,11 +155,17 @@ def penalty(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring) -> 
     teacher = trainer._klamp.teacher
     if teacher is None or teacher.term.placement != "loss":
         return 0.0
-    batch = batch_of(inputs, scored.logprobs)
-    if teacher.prefixes is not None:
-        kl, parts = _at_prefixes(trainer, inputs, batch, cast(Tensor, scored.hidden))
-        batch, teacher.measured = batch.with_anchor("teacher", kl=kl), (kl.detach(), parts)
-    return teacher.coefficient(trainer) * token_penalty(prepare(batch, teacher.term))
+    return teacher.coefficient(trainer) * token_penalty(prepare(with_kl(trainer, inputs, scored), teacher.term))
+
+
+def with_kl(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring) -> Batch:
+    """A micro-batch with the KL to the teacher at each prefix, if its term or baseline needs one."""
+    batch, teacher = batch_of(inputs, scored.logprobs), trainer._klamp.teacher
+    if teacher is None or teacher.prefixes is None:
+        return batch
+    kl, parts = _at_prefixes(trainer, inputs, batch, cast(Tensor, scored.hidden))
+    teacher.measured = kl.detach(), parts
+    return batch.with_anchor("teacher", kl=kl)
 
 
 def _at_prefixes(

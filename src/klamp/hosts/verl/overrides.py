@@ -12,7 +12,9 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from klamp.config import KLConfig
+from klamp.config.beyond import check_beyond
 from klamp.config.fields import host_refusals
+from klamp.config.kl import check_beta
 from klamp.config.teacher import Tail, TeacherConfig
 from klamp.core.term import OffPolicy
 from klamp.core.types import Direction, Horizon
@@ -73,6 +75,7 @@ def loss_kl(name: str, beta: float = KLConfig.beta) -> KLConfig:
         if field not in LOSS_FIELDS:
             why = "a name can hold what this place of verl's configuration has no field for"
             raise unknown_name(f"field in {name!r}", str(field), LOSS_FIELDS, why=why)
+    check_beta(beta)
     return KLConfig(**{str(keyword.arg): _value(keyword.value) for keyword in call.keywords}, beta=beta)
 
 
@@ -150,6 +153,7 @@ def overrides(kl: KLConfig, teacher: TeacherConfig | None = None) -> list[str]:
 
     Source: the fields: verl's `ppo_trainer.yaml`; the cancelling: docs/which-kl.md
     """
+    check_beyond(kl, None, host="verl")
     distilled = teacher if teacher is not None and teacher.there else None
     refuse([*host_refusals(kl, "verl"), *(teacher_refusals(distilled) if distilled else ())])
     shifts_reward = kl.needs_reference and kl.kl_placement == "reward"
