@@ -1,7 +1,5 @@
 """What every test starts from: shape checks switched on, one thread, fixed seeds, no network, a shared model cache."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

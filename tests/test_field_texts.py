@@ -1,7 +1,5 @@
 """What stands under a field of a dataclass is found, wherever the field was declared."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What stands around the code: citation, changelog, forms for issues."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

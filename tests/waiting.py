@@ -3,8 +3,6 @@
 `SECONDS` is there to end a hang, before pytest's own limit for a test does, and says nothing of how fast anything is.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

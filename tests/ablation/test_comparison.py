@@ -1,7 +1,5 @@
 """Runs that are there already, compared as if an ablation had made them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A whole ablation: real worker processes, one killed, one whose reward fails; then the same again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

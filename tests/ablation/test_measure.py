@@ -1,7 +1,5 @@
 """The distance from the starting model: held against enumeration, and token by token against plain float64 forwards."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

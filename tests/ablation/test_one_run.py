@@ -1,7 +1,5 @@
 """One run from its first step to its outcome, in this process."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

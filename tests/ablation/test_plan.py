@@ -1,7 +1,5 @@
 """Plans: arms, grids, names of folders, what is refused and whose fault it is."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

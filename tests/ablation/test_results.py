@@ -1,7 +1,5 @@
 """The outcome of a run as a file; the table and the picture that are made of outcomes."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Usable by keyboard and by screen reader, readable in both themes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

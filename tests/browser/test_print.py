@@ -1,7 +1,5 @@
 """On paper, and without any script, the content is there."""
 
-from __future__ import annotations
-
 from io import BytesIO
 from pathlib import Path
 from unicodedata import normalize

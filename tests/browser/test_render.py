@@ -1,7 +1,5 @@
 """The page renders, everywhere, and does nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The documentation's site in a real browser: code is not cut on a laptop, no page is wider than its window."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

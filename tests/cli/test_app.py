@@ -1,7 +1,5 @@
 """The entry point: commands, exit codes, tracebacks on request; once for real in a process of its own."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`klamp train --backend trl|verl` as a program: what it prints, starts and returns; Ctrl-C; the plan of a dry run."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

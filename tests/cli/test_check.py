@@ -1,7 +1,5 @@
 """`klamp check FILE`: the verdict on a capture, its exit code, and what it does without."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The progress of a run, and of the runs of an ablation: in a log and on a terminal."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

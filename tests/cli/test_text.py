@@ -1,7 +1,5 @@
 """Numbers, tables and paragraphs as they are written; errors: four parts, once, and an exit code to rely on."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 

@@ -1,7 +1,5 @@
 """`klamp verify`: every check shown, exit code 1 when one fails, the questions; `klamp explain`: what is said."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,8 +1,6 @@
 """Every caution of a reference and of a teacher: a configuration for which it is said and true, and one for which it
 would be false and is not said."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import warnings

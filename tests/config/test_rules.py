@@ -1,7 +1,5 @@
 """What is refused, with the way out; what is warned of, and that nothing else is."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

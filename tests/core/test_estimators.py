@@ -1,7 +1,5 @@
 """The KL estimators' values: formulas, bias and variance by enumeration and quadrature, sign, precision."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Exact full-vocabulary KL: its three directions, their gradients, invariances, and extreme logits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Which divergence's gradient flows at one position: every row of the table, false claims included, by enumeration."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The penalty at the edges: thirty nats in every dtype, hostile padding, masks of every kind, weights that overflow."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sequences: the future terms, the exact remedies, prefix products off-policy, and what the local losses leave out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The rule that holds a KL: by hand, what must hold after any measurements, and in closed loop on a tabular world."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from statistics import fmean

@@ -1,7 +1,5 @@
 """What the KL term does to a batch, and to which sequences: the parts that a trainer with a loss of its own uses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

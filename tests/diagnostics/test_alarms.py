@@ -1,7 +1,5 @@
 """The table of alarms."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Rules over advantages, evaluations, settings, and what the reward makes of a policy: where each threshold lies."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

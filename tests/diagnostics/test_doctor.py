@@ -1,7 +1,5 @@
 """A whole run: findings in order, when they rose, what could not be checked."""
 
-from __future__ import annotations
-
 import pytest
 from tests.diagnostics.histories import completion, history_of
 

@@ -1,7 +1,5 @@
 """What the rules ask of a run's history."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Few samples scatter: what chance alone shows in a sound run is no alarm, and the same in earnest is one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

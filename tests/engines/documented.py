@@ -1,7 +1,5 @@
 """The tables in docs/records/index.md are what the command prints, line for line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saved state: the same weights, the same next step, also in another server."""
 
-from __future__ import annotations
-
 import pytest
 import tinker
 import torch

@@ -1,7 +1,5 @@
 """The worker: order by number, each request once, errors as results, results that are late."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

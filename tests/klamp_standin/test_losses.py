@@ -1,7 +1,5 @@
 """The built-in losses: their values, their gradients over the wire, and what they refuse."""
 
-from __future__ import annotations
-
 import pytest
 import tinker
 import torch

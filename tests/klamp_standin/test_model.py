@@ -1,7 +1,5 @@
 """The model behind the stand-in: gradients over the wire equal plain autograd, AdamW is torch's, runs do not mix."""
 
-from __future__ import annotations
-
 import pytest
 import tinker
 import torch

@@ -1,7 +1,5 @@
 """Sampling and scoring: draws follow the distribution, log-probabilities are those of the model, stops stop."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """The HTTP side: what it refuses, counts and draws, the faults that it makes; a model and a tokenizer of one's own."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket

@@ -5,8 +5,6 @@ stands under a mask changes no bit of value or gradient, the type is float32 or 
 cannot be computed is refused in a KlampError with its reason.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

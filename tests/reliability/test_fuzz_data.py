@@ -1,7 +1,5 @@
 """Data files, odd or damaged in drawn ways: a task whose rows can be scored, or one error that names the place."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

@@ -2,8 +2,6 @@
 is taken, or refused with one error, in time and in memory that have an end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Records of runs, damaged in drawn ways, before `klamp doctor`, `klamp report` and a resume: at most one error."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

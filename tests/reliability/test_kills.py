@@ -1,7 +1,5 @@
 """Ten runs that are killed, wherever somebody lands a change, and a hundred; and the harness, which must notice."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The objective is drawn as a whole: surrogate, reduction, estimator, gradient, ho
 clip, tokens without a KL, weights of sequences. What is padded in is NaN.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The whole objective in torch's modes: autocast, deterministic algorithms, inference_mode, no_grad, torch.compile."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

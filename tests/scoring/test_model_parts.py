@@ -1,7 +1,5 @@
 """The parts of a model, each by itself, against the whole: head, log-probabilities, exact KL, cache."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

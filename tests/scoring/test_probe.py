@@ -1,7 +1,5 @@
 """What is found out about a model: by trying, against models that lie about themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model

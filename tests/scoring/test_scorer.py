@@ -1,7 +1,5 @@
 """The scorer against the plain forward of `score`: the same numbers and the same gradient, whatever it saves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise

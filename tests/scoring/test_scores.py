@@ -1,7 +1,5 @@
 """The plain score: what a forward of each sequence by itself says, gradient included; completions as tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.training.test_sampling import sample

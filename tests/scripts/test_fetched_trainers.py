@@ -1,7 +1,5 @@
 """Losses of checkouts: definitions cut from a file, modules that are not there, what is said of a missing folder."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lock agrees with the pins, and every licence is allowed."""
 
-from __future__ import annotations
-
 import re
 from email.message import Message
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The language study: its arms differ in the KL alone, its folder holds its plan, `klamp ablate` does the rest."""
 
-from __future__ import annotations
-
 import warnings
 from itertools import combinations
 from pathlib import Path

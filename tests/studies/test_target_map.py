@@ -1,7 +1,5 @@
 """The map of where a target is held: its cells are configurations, and a run that failed is red."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

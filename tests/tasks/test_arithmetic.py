@@ -1,7 +1,5 @@
 """The built-in task: right answers, a split that never leaks, and a tokenizer of one character per token."""
 
-from __future__ import annotations
-
 import random
 import string
 from itertools import islice

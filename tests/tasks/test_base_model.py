@@ -1,7 +1,5 @@
 """The base model: the same bits for the same recipe, cached whole or not at all; the rows that it is taught."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Data files: columns, splits, and errors that name the row."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

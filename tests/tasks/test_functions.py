@@ -1,7 +1,5 @@
 """A task of the user's: `module:function` gets the configuration and the tokenizer, and returns a task."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

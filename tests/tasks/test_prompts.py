@@ -1,7 +1,5 @@
 """Chat messages, chat templates, the check that prompts fit, cautions about a chat model's format."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

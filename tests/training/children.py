@@ -1,7 +1,5 @@
 """Runs in processes of their own: a server imports the libraries once, and every child is a fork of it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

@@ -1,7 +1,5 @@
 """Models that are made in a moment: a Llama, a GPT-2 with absolute positions, adapters; and runs of a few steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

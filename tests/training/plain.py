@@ -3,8 +3,6 @@
 It is what `collect` and `update` are held against.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

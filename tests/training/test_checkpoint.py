@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, loadable anywhere, nothing in them that runs code, and clear words when damaged."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The configuration of a run: flat and back, aliases, and refusals that name the field."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 

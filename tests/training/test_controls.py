@@ -1,7 +1,5 @@
 """KL controls in real runs: what they do, and that they are logged; test_resume.py interrupts each of them."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Evaluation: greedy, every held-out prompt once, the same mean however many batches."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from statistics import fmean

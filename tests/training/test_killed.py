@@ -1,7 +1,5 @@
 """A run in a process of its own that is killed, and then resumed."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """The pipeline from scratch: the printed value, the gradient that was meant, and a loop that learns."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

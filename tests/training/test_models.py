@@ -1,7 +1,5 @@
 """Models and tokenizers: dropout off for good, and a clear word about each folder that cannot be used."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

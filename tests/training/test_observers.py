@@ -1,7 +1,5 @@
 """The hooks of a run: each can be left out, and a run calls them in the order in which things happen."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rates of a run; weights in bfloat16 are trained on float32 copies, which a checkpoint holds exactly."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

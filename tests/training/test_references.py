@@ -1,7 +1,5 @@
 """References: bit for bit what they were, without a gradient, and not there at all at beta 0."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

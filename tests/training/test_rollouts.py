@@ -1,7 +1,5 @@
 """Rollouts: groups, rewards, masks, what is measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

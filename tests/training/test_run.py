@@ -1,7 +1,5 @@
 """A run: when something is due, how an interrupt ends it; it is one process."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's folder and trackers, read back as a user reads them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Sampling: the inverse of the cumulative distribution, whatever the batch looks like, and nothing from the model."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

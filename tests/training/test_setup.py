@@ -1,7 +1,5 @@
 """From a configuration to a run: what is refused before any work, each with what, got, why and fix."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

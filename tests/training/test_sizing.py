@@ -1,7 +1,5 @@
 """How a step is divided over GPUs: what a large model needs, what a small one is spared, that the reasons are true."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

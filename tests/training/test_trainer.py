@@ -1,7 +1,5 @@
 """The loop: the same seed gives the same run, prompts, rates and beta go as they should, and step 0 has no KL."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Updates: the gradient of the whole batch, however it is computed, and that of the formula written plainly."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Where `klamp train` ends, sampled and optimised as it is, on a model whose optimum is known in closed form."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

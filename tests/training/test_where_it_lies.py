@@ -1,7 +1,5 @@
 """The table of what lies where, done: a tiny run by `local` and by `trl`, and each of its lines carried out."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The proofs of a second anchor: each fails where the part that it is about is broken; and the measurement itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What is measured of a configuration: direction, share, noise."""
 
-from __future__ import annotations
-
 import functools
 import math
 

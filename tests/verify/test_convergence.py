@@ -1,7 +1,5 @@
 """Where configurations end: fixed points by enumeration, and the table that says no more than was found."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ By hand here, from the tables of the chain: the generalised KL over the kept tok
 D(s) = sum_v (p log(p / q) - p + q), in the mean over the policy's prefixes; horizon `token` holds their P(s) fixed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -7,8 +7,6 @@ f is the clip, K a completion's KL, m the KL that decides its clip. By hand here
     exact, group or batch     E[f(mean of the group's X)], likewise
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

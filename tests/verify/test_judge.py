@@ -1,7 +1,5 @@
 """Judging functions whose faults are known: each fault is found."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

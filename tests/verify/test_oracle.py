@@ -1,7 +1,5 @@
 """The oracle against independent mathematics, and the names that it gives to gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

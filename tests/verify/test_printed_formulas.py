@@ -1,7 +1,5 @@
 """Printed formulas: what is measured of each, and the sentences that follow from it and change with it."""
 
-from __future__ import annotations
-
 import functools
 import math
 

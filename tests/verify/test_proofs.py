@@ -1,7 +1,5 @@
 """The proofs pass on klamp as it is, and each fails when the part that it is about is broken."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

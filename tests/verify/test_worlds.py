@@ -1,7 +1,5 @@
 """The enumerable worlds: probabilities that sum to one, tables that line up with prefixes, top-p as defined."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiles of logits: they cover everything once, and what is added up over them is what the whole matrix gives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

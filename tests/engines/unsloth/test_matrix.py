@@ -1,7 +1,5 @@
 """Against the stock trainer, micro-batch for micro-batch: the same KL through klamp is the same loss and gradient."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

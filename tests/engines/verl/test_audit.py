@@ -1,7 +1,5 @@
 """`klamp audit verl` against the installed verl, and through the whole of its actor loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.engines.documented import assert_documented

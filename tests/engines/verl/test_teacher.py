@@ -1,7 +1,5 @@
 """klamp's KL to a teacher through verl's own `distillation_ppo_loss`, called as its engine calls it, from logits."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The coefficient: a number to look at, a penalty when multiplied, and never used twice or not at all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """beta in every trainer: which KL they go by, when it stops a run, what a checkpoint holds."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

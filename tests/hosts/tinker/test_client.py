@@ -1,7 +1,5 @@
 """forward_backward_kl through the real SDK over real HTTP: the gradient is that of plain autograd."""
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

@@ -1,7 +1,5 @@
 """compute_grpo_kl_loss: klamp's own loss on ragged datums, whatever the configuration."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

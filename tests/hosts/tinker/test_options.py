@@ -1,7 +1,5 @@
 """The configuration of a call: checked before any datum is read, honoured by the loss or named as without effect."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

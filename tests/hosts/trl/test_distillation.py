@@ -1,7 +1,5 @@
 """TRL's distillation with klamp's KL to the teacher: untouched TRL's own, else klamp's loss on the same logits."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What klamp's distillation in TRL refuses, what it says of itself, and that it never holds a matrix of logits."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a TRL trainer's KL will really do, read from the trainer: TRL's own, klamp's, and what may surprise."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

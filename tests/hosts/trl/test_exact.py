@@ -1,7 +1,5 @@
 """The exact KL inside TRL: which models allow it, which rows it is measured in, and what it is the sum of."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

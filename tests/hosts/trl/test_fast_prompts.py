@@ -1,7 +1,5 @@
 """The pass of a prompt in generation is run once for its completions."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fast scoring is TRL's to 1e-5: every loss, and whole runs with adapters, checkpointing, updates, evaluation."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """klamp's fields in TRL's arguments: the command line, the saved form, the other names, the refusals."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

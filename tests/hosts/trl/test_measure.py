@@ -1,7 +1,5 @@
 """klamp's metrics where a person looks for them: in the log that TRL hands to every tracker, the completions table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

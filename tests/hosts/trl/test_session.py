@@ -1,7 +1,5 @@
 """What klamp remembers between a trainer's calls: scorings while somebody listens, lengths, rewards."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

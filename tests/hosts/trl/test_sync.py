@@ -1,7 +1,5 @@
 """A sampler that TRL is told the log-probabilities of: looked into where they drift off, and told of once."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

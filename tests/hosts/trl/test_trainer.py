@@ -1,7 +1,5 @@
 """Whole runs beside the stock class: every micro-batch's loss, every weight at the end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """klamp's part in verl's trainer, with a stand-in for the trainer; the real one is in `tests/engines/verl`."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a verl configuration's KL will do, in words: verl's own names, klamp's, and what may surprise; without verl."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A KL in verl's configuration: as a name and back, as overrides, and what is refused."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A KL to a teacher in verl's configuration: its names, its arguments, its refusals, its words; without verl."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every field of a run's configuration is one of TRL's arguments, is used by the program around them, or is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run by TRL: whose numbers it has, what it leaves, how it goes on, what ends it early."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The files that verl reads hold klamp's prompts in their order; the reward is the task's."""
 
-from __future__ import annotations
-
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Every field of a run's configuration is an argument of verl, is honoured around it, or is refused."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any
