@@ -1,4 +1,4 @@
-"""A teacher's head through a sampling client: asked for, put into datums, and the KL over it with a sampled tail."""
+"""A KL to a teacher at Tinker: over the head that its sampler returns, and of the sampled tokens."""
 
 import asyncio
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import tinker
 import torch
 from tests.batches import flat_batch, objective_of
 from tests.hosts.teachers import HAVE, KINDS, SAMPLED
-from tests.hosts.tinker.fakes import FakeSampler, score, skipping
+from tests.hosts.tinker.fakes import FakeDatum, FakeSampler, fake_batch, score, skipping
 from tests.hosts.tinker.wire import (
     ADVANTAGES,
     PROMPTS,
@@ -23,10 +23,10 @@ from tests.hosts.tinker.wire import (
 )
 from tests.standin import ready
 
-from klamp import TeacherConfig, topk_kl
+from klamp import KLConfig, TeacherConfig, topk_kl
 from klamp.core.objective import grpo_loss
 from klamp.core.term import Weighted
-from klamp.errors import DataError, ModelError, NonFiniteError, ShapeError
+from klamp.errors import ConfigError, DataError, ModelError, NonFiniteError, ShapeError
 from klamp.tinker import (
     build_datum,
     compute_grpo_kl_loss,
@@ -219,3 +219,33 @@ def test_the_gradient_is_that_of_a_local_teacher_with_the_same_head(taught, stan
     assert_same_gradient(over_the_wire(standin), gradient, within=2e-6)  # exactly 0 here, 1.6e-6 with torch 2.6
     assert result.metrics["train/loss"] == pytest.approx(value, abs=1e-6)
     assert result.metrics["teacher/kl"] > 1e-3
+
+
+def other_teacher(**fields: Any) -> TeacherConfig:
+    return TeacherConfig(teacher_model="its name at the service", **{"teacher_coef": 0.7, **fields})
+
+
+def from_teacher() -> tuple[list[FakeDatum], list[torch.Tensor]]:
+    data, policies = fake_batch()
+    others, _ = fake_batch(seed=5)
+    rows = [other.loss_fn_inputs["ref_logprobs"] for other in others]
+    return [
+        FakeDatum({**datum.loss_fn_inputs, "teacher_logprobs": row}) for datum, row in zip(data, rows, strict=True)
+    ], policies
+
+
+@pytest.mark.parametrize("name", sorted(set(KINDS) - HAVE["Tinker"]))
+def test_the_others_of_the_list_are_refused(name: str) -> None:
+    data, policies = from_teacher()
+    with pytest.raises(ConfigError):
+        compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.0), teacher=other_teacher(**KINDS[name]))
+
+
+def test_what_a_datum_cannot_tell_is_refused_in_words() -> None:
+    data, policies = fake_batch()
+    with pytest.raises(DataError, match="datum 0 has no 'teacher_logprobs'"):
+        compute_grpo_kl_loss(data, policies, teacher=other_teacher())
+    for estimator, head in (("exact", "student"), ("topk", "student"), ("topk", "union")):
+        words = f"teacher_estimator='{estimator}' with teacher_head='{head}' cannot use a sampling client"
+        with pytest.raises(ConfigError, match=words):
+            compute_grpo_kl_loss(data, policies, teacher=other_teacher(teacher_estimator=estimator, teacher_head=head))
