@@ -8,9 +8,8 @@ import torch
 from tests.hosts.tinker.fakes import column, fake_batch, slopes
 
 from klamp import KLConfig
-from klamp.core.masking import Totals
 from klamp.errors import ConfigError, NonFiniteError, ShapeError
-from klamp.tinker import compute_grpo_kl_loss, count_tokens
+from klamp.tinker import compute_grpo_kl_loss
 
 NAN, INF = math.nan, math.inf
 
@@ -30,20 +29,6 @@ def test_the_plain_sum_at_coefficient_0_is_the_built_in_ppo():
         assert metrics["train/denominator"] == 1
     mean, metrics = compute_grpo_kl_loss(data, policies, 0.0, 0.05)
     assert metrics["train/denominator"] == 12 and mean.item() == pytest.approx(loss.item() / 12, rel=1e-12)
-
-
-def test_calls_that_share_an_optimizer_step_add_up_with_totals():
-    data, policies = fake_batch()
-    whole, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
-    totals = count_tokens(data)
-    assert totals == Totals(sequences=4.0, tokens=12.0, kl_tokens=12.0)
-    parts = [
-        compute_grpo_kl_loss(data[cut], policies[cut], kl_coef=0.5, totals=totals) for cut in (slice(0, 1), slice(1, 4))
-    ]
-    both = parts[0][0] + parts[1][0]
-    torch.testing.assert_close(both, whole, rtol=1e-13, atol=0)
-    torch.testing.assert_close(slopes(both, policies), slopes(whole, policies), rtol=1e-12, atol=1e-15)
-    assert parts[0][1]["train/denominator"] == 12
 
 
 def test_a_datum_without_a_token_to_train_on_gets_zeros_and_no_nan():

@@ -8,10 +8,8 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig
-from tests.batches import flat_batch, objective_of
-from tests.hosts.teachers import HAVE, KINDS, SAMPLED, at_prefixes
+from tests.hosts.teachers import HAVE, KINDS
 from tests.hosts.trl.hosts import (
-    LENGTH,
     PROMPTS,
     arguments,
     build,
@@ -20,28 +18,19 @@ from tests.hosts.trl.hosts import (
     gradient_of,
     klamp_trainer,
     model,
-    move,
     noisy,
     plain_logits,
-    plain_logprobs,
     rows_of,
     saved,
-    stock_trainer,
     tokenizer,
 )
 from tests.training.answering import VLLMServer, answering
 
-from klamp.config import KLConfig
-from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import exact_kl
-from klamp.core.objective import grpo_loss
-from klamp.core.term import Weighted
-from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError, DataError, ModelError, NonFiniteError, UnknownNameError
 from klamp.trl import GRPOConfig, effective
 
 COEF = 0.6
-REDUCTIONS = {"grpo": "sequence_mean", "dr_grpo": "fixed_length", "dapo": "token_mean"}
 
 
 @pytest.fixture(scope="module")
@@ -59,79 +48,10 @@ def made(base: Any, teacher: Any, folder: Path, **options: Any) -> Any:
     return trainer
 
 
-def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], advantages: Any, options: dict[str, Any]):
-    """klamp's loss from the models, the completions and the policy that sampled, with none of the adapter's numbers."""
-    beta = options.get("beta", 0.0)
-    with torch.no_grad():
-        ref, taught = (plain_logits(each, inputs) for each in (base, teacher))
-    logits = plain_logits(trainer.model, inputs)
-    ref, other, own = (plain_logprobs(each, inputs) for each in (ref, taught, logits))
-    config = TeacherConfig(
-        teacher_model="given", teacher_coef=COEF, **{k: v for k, v in options.items() if k.startswith("teacher_")}
-    )
-    batch = flat_batch(
-        policy_logprobs=own,
-        mask=inputs["completion_mask"].bool(),
-        advantages=advantages,
-        ref_logprobs=ref,
-        teacher_logprobs=other,
-        old_logprobs=inputs["old_per_token_logps"],  # None: the policy itself
-        sampler_logprobs=own.detach() if inputs["old_per_token_logps"] is None else inputs["old_per_token_logps"],
-        teacher_kl=at_prefixes(config, logits, taught, inputs["completion_ids"]),
-    )
-    objective = objective_of(
-        reduction=REDUCTIONS[trainer.loss_type],  # type: ignore[arg-type]
-        max_length=LENGTH,
-        beta=beta,
-        kl=KLConfig(beta=beta).build_term(),
-        others=(Weighted(COEF, config.build_term()),),
-    )
-    return grpo_loss(batch, objective)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.4])
-@pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
-@pytest.mark.parametrize("place", sorted(HAVE["TRL"]))
-def test_the_loss_and_its_gradient_are_klamps_own(
-    base: Any, teacher: Any, tmp_path: Path, place: str, beta: float
-) -> None:
-    options = {**KINDS[place], "beta": beta, "loss_type": "dapo"}
-    trainer = made(base, teacher, tmp_path, **options)
-    assert (trainer.ref_model is None) == (beta == 0)
-    inputs = {"old_per_token_logps": None, **generated(trainer)}
-    bare = stock_trainer(noisy(base), tmp_path, scale_rewards="none", loss_type="dapo")
-    before = generated(bare)["advantages"]
-    assert torch.equal(generated(bare)["completion_ids"], inputs["completion_ids"]), "the same completions"
-    metrics = trainer._metrics["train"]
-    for update in (1, 2) if place in SAMPLED else (1,):
-        expected = own_loss(trainer, base, teacher, inputs, before, options)
-        exact = gradient_of(trainer, expected.loss)
-        loss = trainer.compute_loss(trainer.model, inputs)
-        assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-6, rel=1e-6), update
-        assert (gradient_of(trainer, loss) - exact).abs().max() <= 1e-6 * max(1.0, float(exact.norm())), update
-        for name in ("teacher/k1", "teacher/kl"):
-            assert metrics[name][-1] == pytest.approx(float(expected.metrics[name]), rel=1e-4)
-        inputs["old_per_token_logps"] = plain_logprobs(plain_logits(trainer.model, inputs), inputs).detach()
-        move(trainer.model)
-    assert {*metrics["teacher/coef"]} == {COEF}
-    assert ("teacher/student_mass" in metrics) == bool(options.get("teacher_top_k"))
-    assert bool(metrics["kl"]) == (beta > 0), "TRL's own name is for a reference"
-
-
 @pytest.mark.parametrize("name", sorted(set(KINDS) - HAVE["TRL"]))
 def test_the_others_of_the_list_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be honoured by TRL"):
         arguments(teacher_model="x", **KINDS[name])
-
-
-@pytest.mark.parametrize("loss_type", REDUCTIONS)
-def test_it_is_divided_as_the_loss_type_divides(base: Any, teacher: Any, tmp_path: Path, loss_type: str) -> None:
-    options = {"teacher_estimator": "k3", "loss_type": loss_type}
-    trainer = made(base, teacher, tmp_path, **options)
-    inputs = {"old_per_token_logps": None, **generated(trainer)}
-    expected = own_loss(trainer, base, teacher, inputs, inputs["advantages"], options)
-    loss = trainer.compute_loss(trainer.model, inputs)
-    torch.testing.assert_close(loss.detach(), expected.loss.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("placement", ["loss", "advantage"])
@@ -143,6 +63,7 @@ def test_its_warm_up_is_in_the_loss(base: Any, teacher: Any, tmp_path: Path, pla
     inputs["advantages"] = torch.zeros_like(inputs["advantages"])
     for trainer.state.global_step in (0, 1, 4):
         gradients.append(gradient_of(trainer, trainer.compute_loss(trainer.model, inputs)))
+    assert trainer._metrics["train"]["teacher/coef"] == pytest.approx([0.0, COEF / 4, COEF])
     assert not gradients[0].any() and gradients[2].norm() > 1e-3
     assert_same_gradient(4 * gradients[1], gradients[2])
 
@@ -201,6 +122,7 @@ def test_a_teacher_at_a_server_has_a_local_ones_numbers(base: Any, teacher: Any,
     gradients = [gradient_of(each, loss) for each, loss in zip((here, away), losses, strict=True)]
     assert_same_gradient(gradients[1], gradients[0])
     assert f"teacher on the server at {url}" in effective(away).terms[0].term
+    assert all("teacher/student_mass" in each._metrics["train"] for each in (here, away))
     texts = [each["prompt"] for each in server.asked if isinstance(each["prompt"][0], str)]
     assert texts and ("the days" in texts[0][1]) == bool(column)
 
@@ -267,24 +189,6 @@ def test_an_adapter_is_taught_by_a_model_and_by_the_policy_without_it(base: Any,
         torch.testing.assert_close(loss.detach(), COEF * kl[mask].mean().detach(), rtol=1e-4, atol=1e-6)
         found = trainer._metrics["train"]["teacher/kl"][0]
         assert found == pytest.approx(float(kl.detach()[mask].mean()), rel=1e-4) and found > 0.01
-
-
-def test_a_tail_is_weighed_by_who_sampled(base: Any, teacher: Any, tmp_path: Path) -> None:
-    given = {"teacher_estimator": "topk", "teacher_top_k": 3, "teacher_off_policy": "token"}
-    trainer = made(base, teacher, tmp_path, **given)
-    inputs = generated(trainer)
-    logits, mask = plain_logits(trainer.model, inputs), inputs["completion_mask"].bool()
-    own = plain_logprobs(logits, inputs).detach()
-    inputs["old_per_token_logps"] = own - torch.linspace(-1, 1, mask.shape[1])
-    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
-    p, q = logits.log_softmax(-1), plain_logits(teacher, inputs).detach().log_softmax(-1)
-    ids, token = p.topk(3).indices, inputs["completion_ids"][..., None]
-    outside = ~(ids == token).any(-1)
-    parts = [x.gather(-1, at) for at in (ids, token) for x in (p, q)]
-    weight = own - inputs["old_per_token_logps"]
-    kl = topk_kl(parts[0], parts[1], parts[2][..., 0], parts[3][..., 0], outside, log_weight=weight)
-    loss = trainer.compute_loss(trainer.model, inputs)
-    torch.testing.assert_close(loss.detach(), COEF * kl[mask].mean().detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_has_a_folder_as_its_teacher_and_needs_no_reward(base: Any, teacher: Any, tmp_path: Path) -> None:

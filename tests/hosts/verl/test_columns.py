@@ -15,7 +15,7 @@ from tests.hosts.verl.test_overrides import IN_REWARD
 from klamp.config import KLConfig
 from klamp.config.loss import Price
 from klamp.errors import ConfigError, KLWarning, NonFiniteError
-from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
+from klamp.hosts.common.coefficient import KL_MASK
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.verl import hooks
 from klamp.hosts.verl.driver import BETA, TRAINER, Driver, StepSettings, by_prompt, columns
@@ -46,50 +46,12 @@ def sampled(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def log_ratios(x: dict[str, torch.Tensor]) -> torch.Tensor:
-    return x["old_log_probs"] - x["ref_log_prob"]
-
-
 def of(kl: KLConfig, settings: StepSettings = SETTINGS, tokenizer: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
     return columns(sampled(), PROMPTS, KLControl(kl), tokenizer, settings)
 
 
 def k3(delta: torch.Tensor) -> torch.Tensor:
     return torch.exp(-delta) - 1 + delta
-
-
-def test_the_gate_of_a_completion_is_the_kl_of_the_others_of_its_prompt() -> None:
-    kl = KLConfig(kl_clip_method="hard", kl_reference_length=5)
-    added, metrics = of(kl)
-    x = sampled()
-    own = (k3(log_ratios(x)) * x["response_mask"]).sum(-1)
-    torch.testing.assert_close(added[GATE_KL], own[[2, 3, 0, 1]])
-    assert added[REFERENCE_LENGTH].tolist() == [5.0] * 4 and metrics["kl/before_clip"] == pytest.approx(own.mean())
-    assert KL_MASK not in added and "advantages" not in added
-
-
-def test_what_carries_no_kl_is_marked_and_made_up_for() -> None:
-    kl, tokenizer = KLConfig(kl_exclude_tokens=(1,)), arithmetic_tokenizer()
-    added, metrics = of(kl, tokenizer=tokenizer)
-    assert added[KL_MASK].sum(-1).tolist() == [2, 1, 0, 2]
-    assert added[KL_SCALE].tolist() == [pytest.approx(9 / 5)] * 4
-    x, carried = sampled(), added[KL_MASK]
-    assert metrics["kl/k3"] == pytest.approx(float(k3(log_ratios(x))[carried].mean()), rel=1e-6)
-    by_row, _ = of(kl, replace(SETTINGS, loss_agg_mode="seq-mean-token-mean"), tokenizer)
-    assert by_row[KL_SCALE].tolist() == [1.5, 1.0, 2.0, 1.5]
-
-
-@pytest.mark.parametrize("bound", [None, 0.3])
-def test_a_kl_in_the_reward_shifts_the_advantages_by_its_deviation_from_the_group(bound: float | None) -> None:
-    kl = KLConfig(beta=0.3, kl_max_log_ratio=bound, **IN_REWARD)  # pyright: ignore[reportArgumentType]
-    x = sampled()
-    delta = log_ratios(x) if bound is None else log_ratios(x).clamp(-bound, bound)
-    spent = (delta * x["response_mask"]).sum(-1)
-    centred = spent - (spent + spent[[2, 3, 0, 1]]) / 2
-    for leave_one_out, factor in ((False, 1.0), (True, 2.0)):
-        added, _ = of(kl, replace(SETTINGS, leave_one_out=leave_one_out))
-        expected = (1 - 0.3 * factor * centred[:, None]) * x["response_mask"]
-        torch.testing.assert_close(added["advantages"], expected)
 
 
 def test_the_controller_takes_in_the_kl_of_the_step() -> None:
