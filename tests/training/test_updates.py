@@ -100,7 +100,7 @@ def whole_loss(context, rollout, *, old=None):
         sampler_logprobs=rollout.completions.sampler_logprobs,
         exact_kl=reverse if every else None,
         exact_kl_forward=forward if every else None,
-        kl_mask=rollout.mask & ~torch.isin(ids[..., 0], torch.tensor(list(config.kl.kl_exclude_tokens)).long()),
+        kl_mask=rollout.kl_mask if config.kl.excludes else None,  # tests/training/test_sampling.py holds it
         reference_length=context.control.reference_length or config.kl.kl_reference_length,
         group_size=size,
     )
@@ -132,7 +132,7 @@ def test_an_update_is_that_of_the_whole_batch_in_any_number_of_parts(context_of,
     expected.loss.backward()
     assert_equal(gradient, {n: p.grad for n, p in context.policy.named_parameters()}, tolerance=3e-6)
     assert max(float(g.abs().max()) for g in gradient.values()) > 0.01
-    named = expected.metrics | {"train/loss": expected.loss.detach()}
+    named = {"train/kl_penalty": 0.0} | expected.metrics | {"train/loss": expected.loss.detach()}
     for key in ("train/loss", "train/policy_loss", "train/kl_penalty"):
         assert output.losses[key] == pytest.approx(float(named[key]), abs=2e-6), key
 
