@@ -1,7 +1,5 @@
 """Each library that klamp imports is declared in pyproject.toml, and comes with what imports it; none for nothing."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import gc
