@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from tests.training.conftest import disturb
-from tests.training.test_sampling import sample
+from tests.training.conftest import disturb, sample
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,

@@ -8,8 +8,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.training import rewards
-from tests.training.conftest import disturb, rollout_of, tiny_llama
-from tests.training.test_sampling import sample
+from tests.training.conftest import disturb, rollout_of, sample, tiny_llama
 from torch.utils.tensorboard import SummaryWriter
 
 from klamp.doctor.examine import examine

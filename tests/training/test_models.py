@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.training.conftest import disturb, rollout_of, steps_of, tiny_llama
-from tests.training.test_sampling import sample
+from tests.training.conftest import disturb, rollout_of, sample, steps_of, tiny_llama
 from torch.optim import SGD
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from tests.scoring.test_scorer import MODELS, made, stretched
 from tests.training import rewards
-from tests.training.conftest import IN_REWARD, disturb, rollout_of, tiny_llama
+from tests.training.conftest import IN_REWARD, LENGTH, PROMPTS, disturb, rollout_of, sample, tiny_llama
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from klamp.config.kl import SMALL_VOCABULARY
 from klamp.lab import sampling
 from klamp.lab.config import RolloutConfig
-from klamp.lab.models import end_tokens, load_model
+from klamp.lab.models import load_model
 from klamp.lab.rollouts import collect, measure_reference_length
 from klamp.lab.sampling import (
     InverseSampler,
@@ -35,22 +35,6 @@ from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import Traits
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import score
-
-CPU = torch.device("cpu")
-PROMPTS = ["1+1=", "rev abcde=", "123+456=", "7-2=", "q", "rev zz=", "99-98=", "100+999="]
-LENGTH = 8
-
-
-def sample(model, prompts=PROMPTS, rows=None, *, extra_padding=0, seed=0, greedy=False, **rollout) -> Completions:
-    tokenizer = arithmetic_tokenizer()
-    settings = RolloutConfig(max_completion_length=LENGTH, **rollout)
-    rows = list(range(len(prompts))) if rows is None else rows
-    ids, mask = encode_prompts([prompts[i] for i in rows], tokenizer, CPU)
-    ids = torch.nn.functional.pad(ids, (extra_padding, 0), value=tokenizer.pad_token_id)
-    mask = torch.nn.functional.pad(mask, (extra_padding, 0), value=0)
-    uniforms = None if greedy else uniform_numbers(seed, 0, len(prompts), LENGTH)[rows]
-    stop = end_tokens(model, tokenizer)
-    return generate(model, ids, mask, rollout=settings, stop=stop, pad=tokenizer.pad_token_id, uniforms=uniforms)
 
 
 def tokens_of(completions: Completions) -> list[list[int]]:
