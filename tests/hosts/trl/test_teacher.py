@@ -20,6 +20,7 @@ from tests.hosts.trl.hosts import (
     model,
     noisy,
     plain_logits,
+    plain_logprobs,
     rows_of,
     saved,
     tokenizer,
@@ -27,6 +28,7 @@ from tests.hosts.trl.hosts import (
 from tests.training.answering import VLLMServer, answering
 
 from klamp.core.estimators import exact_kl
+from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError, DataError, ModelError, NonFiniteError, UnknownNameError
 from klamp.trl import GRPOConfig, effective
 
@@ -189,6 +191,24 @@ def test_an_adapter_is_taught_by_a_model_and_by_the_policy_without_it(base: Any,
         torch.testing.assert_close(loss.detach(), COEF * kl[mask].mean().detach(), rtol=1e-4, atol=1e-6)
         found = trainer._metrics["train"]["teacher/kl"][0]
         assert found == pytest.approx(float(kl.detach()[mask].mean()), rel=1e-4) and found > 0.01
+
+
+def test_a_tail_is_weighed_by_who_sampled(base: Any, teacher: Any, tmp_path: Path) -> None:
+    given = {"teacher_estimator": "topk", "teacher_top_k": 3, "teacher_off_policy": "token"}
+    trainer = made(base, teacher, tmp_path, **given)
+    inputs = generated(trainer)
+    logits, mask = plain_logits(trainer.model, inputs), inputs["completion_mask"].bool()
+    own = plain_logprobs(logits, inputs).detach()
+    inputs["old_per_token_logps"] = own - torch.linspace(-1, 1, mask.shape[1])
+    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+    p, q = logits.log_softmax(-1), plain_logits(teacher, inputs).detach().log_softmax(-1)
+    ids, token = p.topk(3).indices, inputs["completion_ids"][..., None]
+    outside = ~(ids == token).any(-1)
+    parts = [x.gather(-1, at) for at in (ids, token) for x in (p, q)]
+    weight = own - inputs["old_per_token_logps"]
+    kl = topk_kl(parts[0], parts[1], parts[2][..., 0], parts[3][..., 0], outside, log_weight=weight)
+    loss = trainer.compute_loss(trainer.model, inputs)
+    torch.testing.assert_close(loss.detach(), COEF * kl[mask].mean().detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_has_a_folder_as_its_teacher_and_needs_no_reward(base: Any, teacher: Any, tmp_path: Path) -> None:
