@@ -1,4 +1,4 @@
-"""`klamp train --backend trl|verl` as a program: what it prints, starts and returns; Ctrl-C; the plan of a dry run."""
+"""`klamp train --backend trl|verl` as a program: what it prints, starts and returns; the plan of a dry run."""
 
 import os
 import shlex
