@@ -23,11 +23,3 @@ def wait_until(ready: Callable[[], object]) -> None:
 def wait_for(file: Path) -> None:
     """Return once another process has written a file, or raise a TimeoutError."""
     wait_until(file.exists)
-
-
-def is_running(process: int) -> bool:
-    """Whether a process is there that has not ended; a zombie has."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
