@@ -97,6 +97,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reference": "remote", "reference_url": "http://h", "kl_estimator": "exact"}, "cannot use a remote reference"),
     ({"kl_exclude_tokens": (1,), "kl_gradient": "forward", "kl_horizon": "sequence"}, "cannot leave tokens out"),
     ({"kl_clip_method": "hard", "kl_clip_level": "sequence"}, "gates sampled tokens by their own KL"),
+    *(
+        ({"kl_clip_method": "hard", "kl_clip_level": "sequence", "kl_estimator": "exact", **x}, "gates sampled tokens")
+        for x in ({"kl_horizon": "sequence"}, {"kl_gradient": "forward"}, {"kl_off_policy": "sequence"})
+    ),
     (IN_REWARD | {"kl_exclude_tokens": (1,)}, "cannot leave tokens out"),
     ({"kl_exclude_tokens": (1,), "kl_estimator": "exact", "kl_horizon": "sequence"}, "cannot leave tokens out"),
 ]
