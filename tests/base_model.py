@@ -1,7 +1,5 @@
 """The built-in base model, taught at most once per checkout, however many workers ask: `python -m tests.base_model`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from filelock import FileLock

@@ -1,7 +1,5 @@
 """Batches and objectives of tests, with all their fields side by side instead of one record per anchor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

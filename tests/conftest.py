@@ -1,7 +1,5 @@
 """What every test starts from: shape checks, one thread or OMP_NUM_THREADS, fixed seeds, no network, a shared cache."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Ports for programs that take a number: kept for them, so that nobody else gets one between the choice and the use."""
 
-from __future__ import annotations
-
 import socket
 
 _KEPT: list[socket.socket] = []

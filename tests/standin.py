@@ -1,7 +1,5 @@
 """Stand-ins for the Tinker service and the SDK pointed at them: fixtures, taken by the conftest.py of two folders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,6 +1,8 @@
-"""The exceptions: one root, standard co-parents, a text of four parts, and tables of refusals."""
+"""The exceptions: one root, texts of four parts; and the texts under the fields of a dataclass."""
 
+import dataclasses
 import inspect
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp import errors
+from klamp._field_texts import field_texts
+from klamp.config import KLConfig, LossConfig
 from klamp.errors import (
     ConfigError,
     KlampError,
@@ -19,6 +23,7 @@ from klamp.errors import (
     refuse,
     unknown_name,
 )
+from klamp.lab.config import section_classes
 
 CLASSES = [
     cls
@@ -79,3 +84,34 @@ def test_a_missing_library_is_told_with_the_extra_that_brings_it(library: str, e
 def test_what_no_extra_of_users_brings_is_to_be_installed_by_itself(library: str):
     assert extra_with(library) is None
     assert missing_library(library, by="this").fix == f"pip install {library}"
+
+
+@dataclass
+class Base:
+    first: int = 0
+    """What the base says."""
+    second: int = 0
+    """What the base says of the second."""
+
+
+@dataclass
+class Child(Base):
+    second: int = 1
+    """What the child says
+    in two lines.
+
+    The second paragraph is for readers of the source."""
+    silent: int = 2
+
+
+def test_a_childs_text_wins_and_ends_at_a_blank_line() -> None:
+    assert field_texts(Child) == {"first": "What the base says.", "second": "What the child says in two lines."}
+
+
+@pytest.mark.parametrize("cls", [KLConfig, LossConfig, *section_classes().values()])
+def test_every_field_of_a_configuration_has_its_text(cls: type) -> None:
+    assert field_texts(cls).keys() == {field.name for field in dataclasses.fields(cls)}
+
+
+def test_what_is_no_dataclass_says_nothing() -> None:
+    assert field_texts(int) == {}

@@ -1,7 +1,5 @@
 """The door to TRL: a trainer that is built already gets klamp's KL, and whose trainer it is decides how."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The run-time type checker that conftest.py puts on the core."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from beartype import BeartypeConf, beartype

@@ -3,8 +3,6 @@
 `SECONDS` is there to end a hang, before pytest's own limit for a test does, and says nothing of how fast anything is.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +23,3 @@ def wait_until(ready: Callable[[], object]) -> None:
 def wait_for(file: Path) -> None:
     """Return once another process has written a file, or raise a TimeoutError."""
     wait_until(file.exists)
-
-
-def is_running(process: int) -> bool:
-    """Whether a process is there that has not ended; a zombie has."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

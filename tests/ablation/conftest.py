@@ -1,7 +1,5 @@
 """Plans of runs that take a fraction of a second each, on the tiny Llama of the training tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

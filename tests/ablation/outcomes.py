@@ -1,7 +1,5 @@
 """Outcomes as runs leave them, made up."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rewards that get some runs into trouble: they kill their process, wait to be interrupted, or break."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

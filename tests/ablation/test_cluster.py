@@ -1,7 +1,5 @@
 """Runs on a real Ray cluster of this machine: spread, recorded as failed, continued."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

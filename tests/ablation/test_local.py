@@ -1,8 +1,6 @@
 """Processes on this machine: how many, with what, and what becomes of those that die. The workers here are scripts of
 a few lines, which start in a moment; tests/ablation/test_execute.py has the real ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The losses of Liger, torchrl, verl and OpenRLHF, and distillation losses, called as their trainers call them."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """The same few losses under other numbers: coarse types, step zero, few tokens, packed rows, compiled losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product

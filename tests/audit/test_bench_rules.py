@@ -3,8 +3,6 @@
 And which tensor was passed to `klamp.check`: a copy is refused, a path around it is seen, nothing is ignored.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sound losses that people train with and that no short list of candidates holds: none is accused, some are named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any

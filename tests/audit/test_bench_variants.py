@@ -3,8 +3,6 @@
 The last 40 were written from the specification of `klamp.check` alone, after its thresholds were fixed.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """`klamp audit` names the cause in the words of `klamp.check`, and how far a loss is from what it promises."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`module:function`: found in the working directory, refused with the reason."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

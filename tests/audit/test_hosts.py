@@ -1,7 +1,5 @@
 """From a name to a subject: the table, versions, and every way in which a host may not be there."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`klamp.check` names the masks of trust regions that explain which tokens carry no policy loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`klamp.check_pair`: the faults of public threads, rebuilt with small tokenizers, and sound pairs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Each fault is rebuilt as a small loss with the inputs that its loop has at hand. No line is a copy of a project's code.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`klamp audit trl`, `liger`, `torchrl` on what is installed: every cell, and the same by an enumeration of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

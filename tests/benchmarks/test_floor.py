@@ -1,7 +1,5 @@
 """The floor of a step: it counts the products that a step cannot avoid, each as often as it is needed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The record of a GPU: on a CPU at the smallest sizes; a part that fails or hangs loses no other part's numbers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

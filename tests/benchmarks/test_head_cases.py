@@ -1,7 +1,5 @@
 """Every head that is timed forms the same gradients: those of a float64 reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Records: what is written; the tables, verdicts and pages that are committed are what the code makes of them today."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

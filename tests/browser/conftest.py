@@ -1,7 +1,5 @@
 """Reports in a real headless Chromium; a page that loads something, logs an error or breaks its own policy fails."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable, Iterator

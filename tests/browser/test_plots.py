@@ -1,7 +1,5 @@
 """Charts: every point where it belongs, its value under the cursor, a logarithmic axis, a large view."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

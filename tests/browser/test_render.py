@@ -1,12 +1,17 @@
-"""The page renders, everywhere, and does nothing else."""
+"""Pages in a real browser: layout, contrast, keyboard, paper, and the site."""
 
-from __future__ import annotations
-
+import os
+import subprocess
+import sys
+from io import BytesIO
 from pathlib import Path
+from typing import Any
+from unicodedata import normalize
 
 import pytest
-from playwright.sync_api import expect
-from tests.browser.conftest import NARROW, WIDE, Open
+from playwright.sync_api import Browser, expect
+from pypdf import PdfReader
+from tests.browser.conftest import NARROW, WIDE, Open, watched
 from tests.report.pages import completion, run_of
 
 from klamp.report.page import LIMIT, render
@@ -133,3 +138,194 @@ def test_a_large_record_fits(tmp_path: Path, open_page: Open) -> None:
     page.get_by_label("Text").fill("Question 120\nword0 word1")
     page.get_by_label("Text").fill("question 120")
     expect(page.get_by_role("status")).to_have_text(f"1 of 1 shown; {cards} on the page")
+
+
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
+
+NAMELESS = """() => Array.from(document.querySelectorAll(
+    "a, button, input, select, [tabindex], [role=img], [role=group]"))
+  .filter((node) => {
+    const labelled = (node.getAttribute("aria-labelledby") ?? "").split(" ").some((id) => document.getElementById(id));
+    return !(node.getAttribute("aria-label") || labelled || node.labels?.length || node.textContent.trim());
+  })
+  .map((node) => node.outerHTML.slice(0, 120))"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("which", ["report", "comparison"])
+def test_contrast(which: str, scheme: str, request: pytest.FixtureRequest, open_page: Open) -> None:
+    page = open_page(request.getfixturevalue(which), color_scheme=scheme)
+    page.evaluate("() => { for (const each of document.querySelectorAll('details')) each.open = true; }")
+    page.locator(".tokens span").first.focus()
+    seen, findings = page.evaluate(CONTRAST)
+    assert seen > 500 and findings == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_of_every_shade(scheme: str, report: Path, open_page: Open) -> None:
+    page = open_page(report, color_scheme=scheme)
+    page.evaluate("""() => {
+      const strip = document.querySelector("#completions .tokens");
+      const made = ["p1", "p2", "p3", "p4", "n1", "n2", "n3", "n4", "z", "u", "m", "q"].map((name) => {
+        const span = document.createElement("span");
+        span.className = name;
+        span.textContent = name;
+        return span;
+      });
+      strip.append(...made);
+    }""")
+    assert page.evaluate(CONTRAST)[1] == []
+
+
+@pytest.mark.parametrize("which", ["report", "comparison", "hostile"])
+def test_everything_has_a_name(which: str, request: pytest.FixtureRequest, open_page: Open) -> None:
+    page = open_page(request.getfixturevalue(which))
+    assert page.evaluate(NAMELESS) == []
+
+
+def test_the_keyboard_reaches_everything_in_order(report: Path, open_page: Open) -> None:
+    page = open_page(report)
+    stops: list[str] = []
+    for _ in range(400):
+        page.keyboard.press("Tab")
+        stop = page.evaluate("""() => {
+          const node = document.activeElement;
+          if (node === document.body) return "";
+          const place = node.closest("section")?.id ?? (node.closest("main") ? "title" : "bar");
+          return `${place}|${node.id || node.className || node.tagName}`;
+        }""")
+        if not stop:
+            break
+        stops.append(stop)
+    assert stops[0].endswith("|skip")
+    sections = list(dict.fromkeys(stop.split("|")[0] for stop in stops[1:]))
+    assert sections == ["bar", "title", "alarms", "curves", "answers", "tokens", "configuration"]
+    names = [stop.split("|")[1] for stop in stops]
+    assert "theme" in names and "f-text" in names and "more" in names and names.count("scrub") >= 12
+    tokens = page.locator(".completion:visible").count()
+    assert tokens == 25 and len(stops) < 300, "tokens and rows of tables are no stops"
+
+
+def test_focus_is_always_seen(report: Path, open_page: Open) -> None:
+    page = open_page(report)
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        outline = page.evaluate("""() => {
+          const active = document.activeElement;
+          const node = active.matches(".scrub") ? active.parentElement : active;
+          const style = getComputedStyle(node);
+          return [style.outlineStyle, parseFloat(style.outlineWidth), node.className];
+        }""")
+        assert outline[0] != "none" and outline[1] >= 1, outline
+
+
+def test_the_first_stop_leads_to_the_content(report: Path, open_page: Open) -> None:
+    page = open_page(report)
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="To the content")).to_be_in_viewport()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.closest('main') !== null")
+
+
+def printed(browser: Browser, file: Path, **context: object) -> tuple[int, str]:
+    with watched(browser, file, **context) as page:
+        reader = PdfReader(BytesIO(page.pdf(format="A4", print_background=True)))
+        text = " ".join(page.extract_text() for page in reader.pages)
+    return len(reader.pages), " ".join(normalize("NFKC", text).split())  # a ligature is one character in a PDF
+
+
+def test_without_a_script_it_prints_all_of_it(browser: Browser, report: Path) -> None:
+    pages, text = printed(browser, report, java_script_enabled=False)
+    assert 3 <= pages <= 40
+    for words in ("fast", "Overview", "Reward", "The KL jumped", "Next step", "KL to the reference"):
+        assert words in text
+    for words in ("Worst tokens", "Step 1, completion 1", "<eos>", "learning_rate", "torch"):
+        assert words in text
+    for words in ("Dark theme", "Show more", "Step from"):
+        assert words not in text
+    assert printed(browser, report)[1].count("Step ") == text.count("Step "), "with a script it prints as many"
+
+
+def test_paper_is_white_whatever_the_theme(browser: Browser, report: Path) -> None:
+    with watched(browser, report, color_scheme="dark") as page:
+        page.emulate_media(media="print", color_scheme="dark")
+        ink = page.evaluate("getComputedStyle(document.querySelector('h1')).color")
+        assert sum(map(int, ink[4:-1].split(","))) < 150
+        assert (
+            page.evaluate("getComputedStyle(document.querySelector('.p1, .p2, .p3, .p4')).printColorAdjust") == "exact"
+        )
+
+
+@pytest.mark.parametrize("which", ["report", "comparison"])
+def test_paper_is_wide_enough_and_has_no_button(which: str, browser: Browser, request: pytest.FixtureRequest) -> None:
+    paper = {"width": 688, "height": 980}  # A4 within its margins, in CSS pixels
+    with watched(browser, request.getfixturevalue(which), viewport=paper) as page:
+        page.emulate_media(media="print")
+        wide = page.locator("main table").evaluate_all(
+            """(tables, most) => tables.filter(table => table.getBoundingClientRect().right > most + 1)
+              .map(table => table.caption.textContent)""",
+            paper["width"],
+        )
+        assert wide == []
+        assert page.locator("button:visible").count() == 0
+
+
+def test_without_a_script_the_page_is_whole(browser: Browser, report: Path) -> None:
+    with watched(browser, report, java_script_enabled=False) as page:
+        assert page.locator(".completion").count() > 25
+        assert page.locator(".completion").last.is_visible()
+        assert not page.locator("#filters").is_visible() and not page.locator("#theme").is_visible()
+        page.locator("figure").first.locator("summary").click()
+        assert page.locator("figure table").first.is_visible()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("index.html", "from-scratch.html", "training.html", "do/steady-length.html", "alarms.html")
+COLUMNS = """() => {
+  const pen = document.createElement('canvas').getContext('2d');
+  return [...document.querySelectorAll('pre > code')].map((code) => {
+    const style = getComputedStyle(code);
+    pen.font = `${style.fontSize} ${style.fontFamily}`;
+    const room = code.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    return Math.floor(room / (pen.measureText('0'.repeat(100)).width / 100));
+  });
+}"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    return folder
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 800, 400])
+def test_pages_fit_their_window_and_code_its_block(browser: Browser, site: Path, width: int, scheme: Any) -> None:
+    opened = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = opened.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for name in PAGES:
+        page.goto((site / name).as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+        assert min(page.evaluate(COLUMNS), default=999) >= {1280: 120, 800: 90, 400: 45}[width], name
+        grounds = page.evaluate("getComputedStyle(document.body).backgroundColor").strip("rgba()").split(",")
+        assert (sum(map(float, grounds[:3])) < 3 * 128) == (scheme == "dark"), name
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    opened.close()
+
+
+def test_the_first_screen_of_a_laptop_shows_the_check_and_its_verdict(browser: Browser, site: Path) -> None:
+    opened = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = opened.new_page()
+    page.goto((site / "index.html").as_uri())
+    article = page.locator("article")  # the navigation names klamp.check, too
+    for shown in ("klamp.check", "klamp check: WRONG"):
+        box = article.get_by_text(shown).first.bounding_box()
+        assert box is not None and box["y"] + 40 < 800
+    picture = page.locator("img[src$='language-tokens.png']").bounding_box()
+    assert picture is not None and picture["width"] > 600
+    opened.close()

@@ -1,7 +1,5 @@
 """The per-token view: hover and focus, filters, order, links."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

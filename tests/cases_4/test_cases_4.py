@@ -4,8 +4,6 @@ Each file is the log of a report, cut to what its answer needs. Of the reports w
 that shares weights, and one with another tokenizer, are in tests/hosts/trl; the others are at the end here.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple

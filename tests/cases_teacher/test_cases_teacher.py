@@ -3,8 +3,6 @@
 Each input is a file beside this one: `expect` is the right answer, `elsewhere` what other code computed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

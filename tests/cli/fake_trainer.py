@@ -1,7 +1,5 @@
 """A trainer that trains nothing: it tells its observers what a run tells them, with numbers that look like a run's."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

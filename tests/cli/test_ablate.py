@@ -1,7 +1,5 @@
 """klamp ablate: the plan and the runs; with --runs, the comparison of runs that are there."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`klamp audit`: functions of a module in the working directory, hosts that are not there, rows of the table."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

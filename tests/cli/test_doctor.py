@@ -1,7 +1,5 @@
 """`klamp doctor`: its words, its JSON, its exit codes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`klamp evaluate`: which policy a name stands for, what is printed, what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

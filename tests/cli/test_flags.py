@@ -1,7 +1,5 @@
 """From argv and YAML to options and configurations: types, spellings, switches, files, presets, resumes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

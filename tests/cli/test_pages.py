@@ -1,7 +1,5 @@
 """One page of help per command, as it is printed; `KLAMP_PAGES=1` writes the pages anew."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import shlex

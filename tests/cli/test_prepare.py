@@ -1,7 +1,5 @@
 """`klamp train --prepare`: what a run is divided into, and commands that accelerate, TRL and klamp itself take."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`klamp report`: what it reads, where it writes, what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the commands print to stderr about a plain run: nothing."""
 
-from __future__ import annotations
-
 import shlex
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """klamp train: parse, show, run, sum up."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

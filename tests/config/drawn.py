@@ -1,7 +1,5 @@
 """Values that differ from a field's default, read from its type, and configurations that nothing has checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings

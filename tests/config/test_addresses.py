@@ -1,7 +1,5 @@
 """Addresses hold no user, no password and no query: what a configuration holds is shown and kept."""
 
-from __future__ import annotations
-
 import pytest
 
 from klamp.config import KLConfig

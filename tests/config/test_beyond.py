@@ -1,7 +1,5 @@
 """A negative beta beside a teacher: where it ends, what is refused, what is measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

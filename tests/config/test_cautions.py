@@ -1,8 +1,6 @@
 """Every caution of a reference and of a teacher: a configuration for which it is said and true, and one for which it
 would be false and is not said."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import warnings
@@ -299,7 +297,7 @@ def test_a_teacher_that_is_the_policy_begins_at_0(teacher: Fields, kl: float, wa
 def test_a_target_with_few_prompts_is_warned_of_in_every_trainer(
     tmp_path: Path, fields: Fields, prompts: int, warned: bool
 ) -> None:
-    """verl: tests/hosts/verl/test_driver.py. That few prompts miss it: studies/results/target-map.md."""
+    """verl: tests/hosts/verl/test_columns.py. That few prompts miss it: studies/results/target-map.md."""
     from klamp.trl import GRPOConfig
 
     options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "num_generations": 4, "beta": 0.1}

@@ -1,7 +1,5 @@
 """The choices of a configuration: what each field takes, its default, and what follows from the fields alone."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, get_args
 

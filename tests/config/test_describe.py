@@ -1,7 +1,5 @@
 """A KL in words, and its price."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

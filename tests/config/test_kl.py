@@ -1,7 +1,5 @@
 """One configuration: its other names, what it refuses, what it warns of, and what it builds."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """The objective that a KL and a loss configuration describe together."""
 
-from __future__ import annotations
-
 import warnings
 from typing import get_args
 

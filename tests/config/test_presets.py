@@ -1,7 +1,5 @@
 """Each preset against its paper's printed formula, written out here: the same loss and the same gradient."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a beta costs: the reward for one nat of a whole completion, from the divisors, the baseline and the scaling."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

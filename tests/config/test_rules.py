@@ -1,7 +1,5 @@
 """What is refused, with the way out; what is warned of, and that nothing else is."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any
@@ -105,6 +103,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"reference": "sampler", "sampler_coef": 0.1}, "name the sampler twice"),
     ({"kl_baseline": "exact", "kl_exclude_tokens": (1,)}, "kl_baseline takes no kl_exclude_tokens"),
     ({"kl_clip_method": "hard", "kl_clip_level": "sequence"}, "gates sampled tokens by their own KL"),
+    *(
+        ({"kl_clip_method": "hard", "kl_clip_level": "sequence", "kl_estimator": "exact", **x}, "gates sampled tokens")
+        for x in ({"kl_horizon": "sequence"}, {"kl_gradient": "forward"}, {"kl_off_policy": "sequence"})
+    ),
     (IN_REWARD | {"kl_exclude_tokens": (1,)}, "cannot leave tokens out"),
     ({"kl_exclude_tokens": (1,), "kl_estimator": "exact", "kl_horizon": "sequence"}, "cannot leave tokens out"),
 ]

@@ -1,7 +1,5 @@
 """The configuration of a teacher: every refusal and caution, each with a way out, and the term that it builds."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from typing import Any

@@ -5,8 +5,6 @@ kind, things that people pass by mistake: each of them in each place must be ref
 by an error from inside torch or Python, or be listed in ACCEPTED.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

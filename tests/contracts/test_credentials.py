@@ -1,7 +1,5 @@
 """User, password, query and key of every server that klamp asks: found nowhere else, refused where they would be."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is handed around in core, config and hosts/common is frozen, and made by names, not by order."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A host that klamp plugs into is whole: room, door, contract, extra, pages, tests. A new one is told what it lacks."""
 
-from __future__ import annotations
-
 import tomllib
 from typing import Any
 

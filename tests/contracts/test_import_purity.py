@@ -1,7 +1,5 @@
 """`import klamp` is light, needs no library but torch, and no module needs what Linux alone has."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

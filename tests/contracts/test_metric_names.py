@@ -1,7 +1,5 @@
 """Every metric that anything in klamp logs or reads is in the one table, by one name."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ loss. TRL: `GRPOTrainer._compute_loss`, stock where TRL has the same KL, with `k
 hold a LoRA adapter that has moved away from the reference, and datums whose sampler is neither.
 """
 
-from __future__ import annotations
-
 import pytest
 import tinker
 import torch

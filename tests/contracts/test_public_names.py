@@ -4,8 +4,6 @@ A function or class goes into SIGNATURES, written as it would be called, any oth
 outside imports by its own path goes into MODULES.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

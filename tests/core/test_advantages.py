@@ -1,7 +1,5 @@
 """Group advantages: by hand, exactly zero without variance, and the bias of each baseline by enumerating groups."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

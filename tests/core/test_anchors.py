@@ -1,7 +1,5 @@
 """Several KL terms in one loss: each says to whom, and reads that anchor's part of the batch."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

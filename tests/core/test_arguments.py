@@ -1,7 +1,5 @@
 """Arguments of the wrong kind are refused in words; their type, data type, device and shape are looked at, no value."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

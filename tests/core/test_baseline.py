@@ -1,7 +1,5 @@
 """A baseline for the KL of sampled tokens, and the constant of a centered tail: the same mean, another noise."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

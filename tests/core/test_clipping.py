@@ -1,7 +1,5 @@
 """Clipping and budgets: held values, gates that are derivatives, the softplus that is no clip, the relu that leaks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Controllers and schedules of beta: values worked out by hand, what holds after any measurements, refusals."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,14 +1,15 @@
-"""The KL estimators' values: formulas, bias and variance by enumeration and quadrature, sign, precision."""
-
-from __future__ import annotations
+"""Estimators and the exact KL: formulas, slopes, directions, rounding, and what is refused."""
 
 import math
 
 import pytest
 import torch
+from torch.nn.functional import kl_div
 
-from klamp.core.estimators import ESTIMATORS, kl_estimate
-from klamp.errors import ConfigError
+from klamp.core.estimators import ESTIMATORS, exact_kl, kl_estimate
+from klamp.core.gradients import kl_penalty
+from klamp.core.heads.kl import linear_kl
+from klamp.errors import ConfigError, DataError, ShapeError
 
 SAMPLED = ("k1", "k2", "k3", "abs")
 FORMULAS = {
@@ -67,3 +68,140 @@ def test_half_precision_log_ratios_are_not_rounded_again(dtype):
 def test_exact_needs_logits_and_says_so():
     with pytest.raises(ConfigError, match="logits"):
         kl_estimate(torch.zeros(2), torch.zeros(2), estimator="exact")
+
+
+DIRECTIONS = ("reverse", "forward", "js")
+
+
+def logits(seed, *shape):
+    return 2 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def reference_value(policy, ref, direction):
+    """The same quantity by torch's own kl_div, whose first argument is the second distribution."""
+    p, q = torch.log_softmax(policy, -1), torch.log_softmax(ref, -1)
+    mixture = torch.log((p.exp() + q.exp()) / 2)
+
+    def kl(a, b):
+        return kl_div(b, a, reduction="none", log_target=True).sum(-1)
+
+    values = {"reverse": kl(p, q), "forward": kl(q, p), "js": (kl(p, mixture) + kl(q, mixture)) / 2}
+    return values[direction]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_direction_agrees_with_torch_kl_div(direction):
+    policy, ref = logits(0, 3, 4, 7), logits(1, 3, 4, 7)
+    expected = reference_value(policy, ref, direction)
+    assert torch.allclose(exact_kl(policy, ref, direction=direction), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_gradients_pass_gradcheck(direction):
+    policy = logits(6, 2, 4).requires_grad_(True)
+    assert torch.autograd.gradcheck(lambda x: exact_kl(x, logits(7, 2, 4), direction=direction), policy)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_tokens_forbidden_in_both_models_contribute_nothing(direction):
+    policy, ref = logits(10, 5), logits(11, 5)
+    short = exact_kl(policy[:3], ref[:3], direction=direction).item()
+    policy[3:], ref[3:] = -torch.inf, -torch.inf
+    policy.requires_grad_(True)
+    value = exact_kl(policy, ref, direction=direction)
+    value.backward()
+    assert value.item() == pytest.approx(short, abs=1e-14)
+    assert torch.isfinite(policy.grad).all() and (policy.grad[3:] == 0).all()
+    assert policy.grad[:3].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("step", [1e-5, 1e-3])
+def test_close_to_the_reference_float32_never_reports_a_negative_kl(direction, step):
+    # A controller refuses a negative KL: rounding must not be able to stop a run at its first step.
+    ref = 3 * logits(13, 200, 500).float()
+    policy = ref + step * logits(14, 200, 500).float()
+    value = exact_kl(policy, ref, direction=direction)
+    truth = exact_kl(policy.double(), ref.double(), direction=direction)
+    assert (value >= 0).all()
+    assert value.mean().item() == pytest.approx(truth.mean().item(), rel=0.05, abs=1e-7)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("policy", "ref"), [((2, 3), (1, 3)), ((2, 3), (2, 1)), ((3,), (1, 3)), ((), ())])
+def test_logits_that_would_broadcast_or_have_no_vocabulary_are_refused(policy, ref):
+    with pytest.raises(ShapeError, match="vocabulary"):
+        exact_kl(torch.zeros(policy), torch.zeros(ref))
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "js"])
+def test_an_entry_that_rounds_to_probability_0_is_worth_0_where_the_reference_forbids_it(direction):
+    """0 times an infinite log-ratio is no number: one model masks with -inf, the other with a large negative logit."""
+    policy, ref = torch.tensor([[0.0, -1e4, 0.0]]), torch.tensor([[0.0, -torch.inf, 0.0]])
+    for kl in (exact_kl, of_a_head):
+        logits = policy.clone().requires_grad_(True)
+        value = kl(logits, ref, direction=direction)
+        (slope,) = torch.autograd.grad(value.sum(), logits)
+        assert value.item() == 0.0 and (slope == 0).all()
+
+
+def of_a_head(policy, ref, *, direction):
+    """The KL of the same logits as hidden states and bias of a head."""
+    head = torch.eye(policy.shape[-1])
+    return linear_kl(policy, head, torch.zeros_like(ref), head, direction=direction, ref_bias=ref[0])
+
+
+@pytest.mark.parametrize("padding", [-math.inf, math.nan])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_row_of_padding_is_chosen_before_the_arithmetic(direction, padding):
+    """Case: a masked row of -inf; NaN put away afterwards leaves its gradient NaN."""
+    policy = torch.tensor([[0.5, 0.2, -0.1]] * 2, dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[-1.2, -0.6, -1.9], [padding] * 3], dtype=torch.float64)
+    value, there = exact_kl(policy, teacher, direction=direction), torch.tensor([True, False])
+    assert value.isnan().tolist() == [False, True]
+    slope = torch.autograd.grad(torch.where(there, value, 0.0).sum(), policy)[0]
+    expected = exact_kl(policy[:1], teacher[:1], direction=direction).sum()
+    assert torch.equal(slope[0], torch.autograd.grad(expected, policy)[0][0]) and not slope[1].any()
+    swapped = exact_kl(teacher, policy.detach(), direction=direction)
+    assert swapped.isnan().tolist() == [False, True]
+
+
+def test_nothing_flows_into_the_anchor():
+    """Case: a teacher that is left trainable comes to the policy."""
+    policy, teacher = (logits(seed, 2, 5).requires_grad_(True) for seed in range(2))
+    for direction in DIRECTIONS:
+        value = exact_kl(policy, teacher, direction=direction).sum()
+        assert torch.autograd.grad(value, (policy, teacher), allow_unused=True)[1] is None
+    with pytest.raises(ConfigError, match="has a gradient"):
+        exact_kl(policy.detach(), teacher)
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "negative log-likelihoods"])
+def test_what_is_no_logit_is_refused(kind):
+    whole = logits(1, 2, 5, 20)
+    given = whole.softmax(-1) if kind == "probabilities" else -whole.log_softmax(-1)
+    with pytest.raises(DataError, match=f"ref_logits holds {kind}"):
+        exact_kl(whole, given)
+
+
+@pytest.mark.parametrize("form", ["logits", "probabilities", "negative log-likelihoods"])
+def test_what_is_no_log_probability_is_refused(form):
+    right = logits(2, 3, 4).abs().neg()
+    wrong = {"logits": logits(3, 3, 4) + 3, "probabilities": right.exp(), "negative log-likelihoods": -right}[form]
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    for call in (lambda: kl_penalty(right, wrong, mask), lambda: kl_estimate(wrong, right)):
+        with pytest.raises(DataError, match="log-probabilities above 0"):
+            call()
+    padding = torch.arange(4).expand(3, 4) < 2
+    kl_penalty(right, torch.where(padding, right, wrong.abs()), padding)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_logits_of_a_vocabulary_are_refused_by_their_shape():
+    with pytest.raises(ShapeError, match="the mask does not fit the values"):
+        kl_penalty(logits(4, 3, 4, 7), logits(5, 3, 4, 7), torch.ones(3, 4, dtype=torch.bool))
+
+
+def test_logits_of_few_words_may_look_like_probabilities() -> None:
+    few = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    assert exact_kl(few, few).item() == 0

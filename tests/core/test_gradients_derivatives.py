@@ -1,7 +1,5 @@
 """What asks klamp's derivatives for more than the first one is refused in words, not answered wrongly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

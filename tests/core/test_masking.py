@@ -1,7 +1,5 @@
 """Masked sums and reductions: by hand, under hostile padding, and adding up exactly over micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

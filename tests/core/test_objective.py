@@ -1,7 +1,5 @@
 """grpo_loss: the surrogate's gradient plus beta times the named KL's, for a whole batch or in micro-batches."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Sequences without a gradient: exactly those that autograd finds none in, and leaving them out changes nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """What the KL term does to a batch, and to which sequences: the parts that a trainer with a loss of its own uses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -14,12 +12,7 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import log_weights
 from klamp.core.masking import reduce_tokens
 from klamp.core.objective import grpo_loss
-from klamp.core.penalty import (
-    advantages_with_kl,
-    kl_metrics,
-    shifted_advantages,
-    token_penalty,
-)
+from klamp.core.penalty import advantages_with_kl, kl_metrics, shifted_advantages, token_penalty
 from klamp.core.surrogates import score_function
 from klamp.core.term import KLTerm, measure, prepare
 from klamp.errors import ConfigError, DataError

@@ -1,7 +1,5 @@
 """Policy losses: clip regions by hand, gradients against loops, and the policy gradient by enumeration."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.core.test_estimators import double

@@ -1,7 +1,5 @@
 """The KL term: whose KL decides its clip, over which sequences, within which bounds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The KL over a head of k tokens and a sampled tail: enumerated over the sampled token, and its failures elsewhere."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

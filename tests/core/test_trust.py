@@ -1,7 +1,5 @@
 """The trust region to the sampler: by hand, and by enumeration of what it follows; what it cuts is counted."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

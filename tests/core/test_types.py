@@ -1,7 +1,5 @@
 """A batch: the shapes and values that it refuses where they count, by name, and ignores where they do not."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

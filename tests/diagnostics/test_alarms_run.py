@@ -1,7 +1,5 @@
 """Rules over advantages, evaluations, settings, and what the reward makes of a policy: where each threshold lies."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace
@@ -150,7 +148,7 @@ def falls(rewards: list[float]) -> int:
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
 @pytest.mark.parametrize("completions", [4, 16, 64])
 def test_a_reward_that_jumps_has_not_collapsed_and_one_that_is_gone_has(completions: int, share: float) -> None:
-    sound = [rewards_drawn(*[share] * 100, completions=completions, seed=seed) for seed in range(5)]
+    sound = [rewards_drawn(*[share] * 100, completions=completions, seed=seed) for seed in range(2)]
     assert sum(map(falls, sound)) == 0
     lost = rewards_drawn(*[0.7] * 50, *[0.0] * 50, completions=completions, seed=0)
     assert falls(lost) >= 25 and not falls(lost[:50])

@@ -1,7 +1,5 @@
 """Rules about a teacher: each on both sides of its threshold."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.diagnostics.histories import history_of, look, noisy

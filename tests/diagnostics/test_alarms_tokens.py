@@ -1,7 +1,5 @@
 """Rules over tokens: masks, k1 below chance, the tokens to blame, and a sampler that is not the policy."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

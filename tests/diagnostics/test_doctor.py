@@ -1,6 +1,7 @@
-"""A whole run: findings in order, when they rose, what could not be checked."""
+"""What the doctor finds in a history, when, and how far noise is from an alarm."""
 
-from __future__ import annotations
+import math
+from typing import Any
 
 import pytest
 from tests.diagnostics.histories import completion, history_of
@@ -96,3 +97,123 @@ def test_a_long_run_is_not_kept_whole() -> None:
 )
 def test_a_kl_that_nobody_looked_at(curves: dict[str, list[float]], beta: float | None, blind: bool) -> None:
     assert bool(examine(history_of(settings=RunSettings(beta=beta), **curves)).blind) is blind
+
+
+def test_the_last_values_of_a_metric_skip_steps_without_it_and_the_kl_is_the_least_noisy_one() -> None:
+    history = history_of(reward=[1, 2, 3, 4, 5])
+    history.rows[3] = Row(step=4, metrics={})
+    assert history.last("reward", 3) == [2, 3, 5]
+    assert history.last("reward", 2, before=1) == [2, 3]
+    assert history.last("reward", 99) == [1, 2, 3, 5]
+    assert history.last("nothing", 3) == []
+    assert history.first("reward", 4) == [1, 2, 3]
+    assert history_of(k1=[1.0]).kl_name() == "kl/k1"
+    assert history_of(k1=[1.0], k3=[1.0]).kl_name() == "kl/k3"
+    assert history_of(k1=[1.0], k3=[1.0], exact=[1.0]).kl_name() == "kl/exact"
+    assert history_of(reward=[1.0]).kl_name() == ""
+
+
+@pytest.mark.parametrize(
+    ("curves", "beta", "penalized"),
+    [
+        ({"k3": [0.1]}, None, True),  # TRL logs a KL only where beta is not 0
+        ({"reward": [0.1]}, None, False),
+        ({"k3": [0.1]}, 0.0, False),
+        ({"k3": [0.1]}, 0.1, True),
+        ({"k3": [0.1], "beta": [0.0]}, 0.1, False),
+        ({"reward": [0.1], "beta": [0.2]}, None, True),
+    ],
+)
+def test_whether_a_kl_holds_the_policy(curves: dict, beta: float | None, penalized: bool) -> None:
+    assert history_of(settings=RunSettings(beta=beta), **curves).penalized is penalized
+
+
+def test_log_ratios_are_of_trained_tokens_that_have_both() -> None:
+    row = completion(
+        policy=(-1.0, -2.0, math.nan), ref=(-1.5, -1.0, -0.5), sampler=(-1.2, -2.0, -0.5), trained=(True, False, True)
+    )
+    assert row.log_ratios() == [(0, 0.5)]
+    assert row.log_ratios("sampler") == [(0, pytest.approx(-0.2))]
+    assert completion(ref=None).log_ratios() == []
+
+
+def test_a_replay_shows_the_run_as_it_grew_with_the_completions_that_rules_look_at() -> None:
+    history = history_of(reward=[0.1, 0.2, 0.3])
+    history.evaluations = [Row(step=step, metrics={"a": 1.0}) for step in (0, 2, 3)]
+    history.add_completions([completion(2), completion(2), completion(3)])
+    seen = [(len(view.rows), len(view.evaluations), view.step, len(view.completions)) for view in history.replay()]
+    assert seen == [(0, 1, 0, 0), (1, 1, 1, 0), (2, 1, 2, 1), (2, 2, 2, 1), (3, 2, 3, 2), (3, 3, 3, 2)]
+    history = history_of(reward=[0.1] * 9)
+    history.add_completions(map(completion, range(1, 10)))
+    *_, last = history.replay()
+    assert list(last.completions) == [1, 7, 8, 9]
+    assert len(history.completions) == 9
+
+
+WILD = [0.01, 0.09, 0.02, 0.08, 0.01, 0.06, 0.03, 0.12, 0.02, 0.05]
+SOLVED = [0.5, 0.25, 0.75, 0.5, 1.0, 0.5, 0.75, 0.75, 0.5, 0.25]
+"""Rewards of 4 completions a step."""
+CUT, KEPT = [0.0, 0.25, 0.0, 0.25, 0.0], [0.25, 0.0, 0.0, 0.0, 0.25]
+OF_REFERENCE = {"settings": RunSettings(other_reference=True)}
+TAUGHT, EQUAL = {"teacher__coef": [1.0] * 60}, {"groups__saturated": [1.0] * 20}
+
+PAIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "a step's KL by one token": (
+        "kl-spike", {"k3": [*WILD, 0.9, 0.04]}, {"k3": [*WILD, 0.9, 0.8]},
+    ),
+    "a KL of one token a completion": (
+        "detached-reference", {"k3": [*WILD, 0.05, 0.0004]}, {"k3": [*WILD, 0.05, 0.0]},
+    ),
+    "a reference of 8 tokens": (
+        "reference-differs", {"k3": [0.04], "length": [8.0], **OF_REFERENCE},
+        {"k3": [0.08], "length": [8.0], **OF_REFERENCE},
+    ),
+    "a k1 of 4 tokens": (
+        "negative-k1", {"k1": [0.1, -0.3, 0.2, 0.1], "length": [1.0] * 4, "settings": RunSettings(prompts=4)},
+        {"k1": [0.1, -4.0, 0.2, 0.1], "length": [1.0] * 4, "settings": RunSettings(prompts=4)},
+    ),
+    "a k1 that is 0 by chance": (
+        "k3-far-above-k1", {"k1": [0.2, -0.1, 0.15, -0.2, -0.03], "k3": [0.08] * 5},
+        {"k1": [0.01, -0.01, 0.005, 0.01, -0.01], "k3": [0.8] * 5},
+    ),
+    "a bad token of a sampler": (
+        "sampler-mismatch", {"sampler__k3": [0.001, 0.002, 0.03, 0.001, 0.002] * 2, "length": [8.0] * 10},
+        {"sampler__k3": [0.05, 0.02, 0.06, 0.03, 0.02] * 2, "length": [8.0] * 10},
+    ),
+    "7 of 20 completions are cut": (
+        "truncated", {"length__truncated": [*CUT, *KEPT, 0.5, 0.25, 0.5, 0.25, 0.25]},
+        {"length__truncated": [*CUT, *KEPT, *[1.0] * 10]},
+    ),
+    "cut at the start by chance": (
+        "truncated",
+        {"length__truncated": [0.5, 0.25, 0.5, 0.25, 0.0, *CUT, *KEPT, 0.5, 0.25, 0.25, 0.5, 0.0], **EQUAL},
+        {"length__truncated": [0.75, 0.5, 1.0, 0.5, 0.75] * 4, **EQUAL},
+    ),
+    "a completion in a loop": (
+        "repetition", {"length__repeated": [0.2, 0.3, 0.1, 0.2, 0.3, 0.2, 0.9, 0.9, 0.2, 0.3]},
+        {"length__repeated": [0.2, 0.3, 0.1, 0.2, 0.3, 0.8, 0.9, 0.9, 0.8, 0.9]},
+    ),
+    "20 groups of one a step": (
+        "saturated", {"groups__saturated": [0.0] * 5 + [1.0] * 25, "settings": RunSettings(prompts=1)},
+        {"groups__saturated": [0.0] * 5 + [1.0] * 60, "settings": RunSettings(prompts=1)},
+    ),
+    "a reward by 4 completions": (
+        "reward-collapse", {"reward": [*SOLVED, 1.0, 1.0, 0.75, 1.0, 0.75, *SOLVED, 0.25, 0.5, 0.25, 0.0, 0.25]},
+        {"reward": [*SOLVED, *SOLVED, *SOLVED, *[0.0] * 25]},
+    ),
+    "two completions without a score": (
+        "teacher-silent", {"teacher__unscored": [0.0, 0.25, 0.0, 0.3, 0.0] + [0.0] * 15},
+        {"teacher__unscored": [0.25, 0.5, 0.25, 0.3, 0.25] * 4},
+    ),
+    "a KL to a teacher that scatters": (
+        "teacher-not-reached", {"teacher__kl": [0.3, 0.1, 0.9, 0.2, 0.1] * 11 + [0.1, 0.1, 1.4, 0.1, 0.2], **TAUGHT},
+        {"teacher__kl": [0.5, 0.4, 0.6, 0.5, 0.5] * 12, **TAUGHT},
+    ),
+}  # fmt: skip
+"""What is seen -> its alarm, the sound run, the one in which it is true."""
+
+
+@pytest.mark.parametrize(("alarm", "sound", "unsound"), PAIRS.values(), ids=PAIRS)
+def test_chance_is_no_alarm_and_a_real_fault_is_one(alarm: str, sound: dict[str, Any], unsound: dict[str, Any]) -> None:
+    assert alarm not in {each.alarm.name for each in examine(history_of(**sound)).findings}
+    assert alarm in {each.alarm.name for each in examine(history_of(**unsound)).findings}

@@ -1,7 +1,5 @@
 """The table of metrics, and the names of other trainers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import get_args

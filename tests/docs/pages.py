@@ -1,7 +1,5 @@
 """The folder of the documentation, and its scripts as modules."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

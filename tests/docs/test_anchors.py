@@ -1,7 +1,5 @@
 """The table of who has which KL to a teacher is the list that every trainer is tested with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.hosts.teachers import HAVE, KINDS

@@ -1,7 +1,5 @@
 """The page on the house says what the contracts say, and its walks are those that a step takes."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib

@@ -1,7 +1,5 @@
 """`make docs` fails on what a reader would stumble over: small sites with a planted fault, built by that command."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import ModuleType

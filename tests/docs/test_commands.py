@@ -1,7 +1,5 @@
 """What a page tells to type is understood: commands, flags, presets, keys; each command is shown to newcomers."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -1,7 +1,5 @@
 """The tutorial from scratch, typed in line by line: its blocks run in one namespace and print what the page shows."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

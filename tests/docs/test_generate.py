@@ -1,7 +1,5 @@
 """The generated pages are what their tables say now; and they are made of measurements, not of hopes."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import ModuleType
 

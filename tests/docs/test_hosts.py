@@ -4,8 +4,6 @@ Every token of a small vocabulary is enumerated at one position; a second one be
 place of the trainers' own classes.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

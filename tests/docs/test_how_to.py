@@ -1,7 +1,5 @@
 """The five how-tos: in the navigation and linked from their source, and what they tell to type works as shown."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -3,8 +3,6 @@
 The build checks links between pages; this checks what stands in plain text, which is what a move leaves behind.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from functools import cache

@@ -4,8 +4,6 @@ Both sides are parsed, not imported. The code is $KLAMP_CHECKOUTS/NAME, or the n
 `scripts/newest.py` puts it. NAME is the first word of the section.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import os

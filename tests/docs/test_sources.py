@@ -1,7 +1,5 @@
 """The page of sources: what it points to exists (tests, alarms, formulas, commands), and its verdicts are measured."""
 
-from __future__ import annotations
-
 import ast
 import re
 

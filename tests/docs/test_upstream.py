@@ -1,7 +1,5 @@
 """The reproductions in docs/upstream.md show what their reports say."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

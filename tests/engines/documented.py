@@ -1,7 +1,5 @@
 """The table of docs/audit.md is what the audit measures, row for row."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 

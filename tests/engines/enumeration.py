@@ -4,8 +4,6 @@ One position, five tokens. The expected gradient of a loss is summed token by to
 probabilities, and compared with the gradients of the two KL divergences, each written out and differentiated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

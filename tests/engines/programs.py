@@ -1,7 +1,5 @@
 """Programs that may hang, each in a session of its own under a hard time limit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

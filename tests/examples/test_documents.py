@@ -1,7 +1,5 @@
 """One program for each source document (docs/sources.md), run as a reader runs it: its lines, names and numbers."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """examples/language without its weights: the two YAML files, the tasks' rows and rewards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

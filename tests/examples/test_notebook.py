@@ -1,7 +1,5 @@
 """The notebook, its cells run in order in one namespace of a fresh process, with sizes that take seconds."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

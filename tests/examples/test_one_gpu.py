@@ -1,7 +1,5 @@
 """The example for one GPU: its configuration as it stands, and a few of its steps on a tiny Qwen2 on a CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

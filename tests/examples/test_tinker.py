@@ -1,7 +1,5 @@
 """The whole run through the Tinker SDK, against the stand-in: rewards, KL, checkpoint, a second start, its price."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The TRL examples, run as a user runs them, a few steps each."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

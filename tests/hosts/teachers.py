@@ -1,7 +1,5 @@
 """The KLs to a teacher that are the same in every trainer, or refused there: one list for the tests of all of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Every field of a KL and of a teacher, set to every other value, in every host: honoured, refused or warned of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial

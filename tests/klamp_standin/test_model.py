@@ -1,6 +1,4 @@
-"""The model behind the stand-in: gradients over the wire equal plain autograd, AdamW is torch's, runs do not mix."""
-
-from __future__ import annotations
+"""The model of the stand-in: losses and gradients over the wire are plain autograd, AdamW is torch's, checkpoints."""
 
 import pytest
 import tinker
@@ -10,7 +8,8 @@ from tests.standin import ready
 from tests.waiting import SECONDS
 from tinker import types
 
-from klamp_standin import serve, tiny_model
+from klamp_standin import losses, serve, tiny_model
+from klamp_standin.protocol import Refused, TrainingRequest
 
 SEQUENCES = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13]]
 
@@ -125,3 +124,146 @@ def test_an_optimizer_step_is_that_of_torch(double, client):
         assert not tensor.equal(before[name])
         assert tensor.grad is None
         torch.testing.assert_close(tensor, plain[name], rtol=1e-9, atol=1e-12)
+
+
+DATA = [
+    types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2, 3]),
+        loss_fn_inputs={"target_tokens": torch.tensor([2, 3, 4]), "weights": torch.ones(3)},
+    )
+]
+
+
+def train(client, steps=1):
+    for _ in range(steps):
+        client.forward_backward(DATA, "cross_entropy").result(timeout=SECONDS)
+        client.optim_step(types.AdamParams(learning_rate=0.01)).result(timeout=SECONDS)
+
+
+def loss(client):
+    return client.forward(DATA, "cross_entropy").result(timeout=SECONDS).metrics["loss:sum"]
+
+
+def test_a_run_goes_on_from_its_checkpoint_in_another_server(tmp_path):
+    with serve(folder=tmp_path) as standin:
+        service = tinker.ServiceClient(base_url=standin.url, api_key=standin.api_key)
+        client = ready(service.create_lora_training_client(standin.base_model, rank=2, seed=0))
+        train(client, 3)
+        path = client.save_state("three").result(timeout=SECONDS).path
+        saved = loss(client)
+        train(client, 2)
+        expected = loss(client)
+    assert path.startswith("tinker://")
+    assert path.endswith("/weights/three")
+    with serve(folder=tmp_path) as standin:
+        service = tinker.ServiceClient(base_url=standin.url, api_key=standin.api_key)
+        client = ready(service.create_training_client_from_state_with_optimizer(path))
+        assert loss(client) == saved
+        train(client, 2)
+        assert loss(client) == expected
+        weights_only = ready(service.create_training_client_from_state(path))
+        assert loss(weights_only) == saved
+        train(weights_only, 2)
+        assert loss(weights_only) != expected
+        with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
+            ready(service.create_training_client_from_state(path + "x"))
+
+
+def test_a_snapshot_stays_when_the_weights_move(trainer, service):
+    prompt = types.ModelInput.from_ints([1, 2, 3, 4])
+    snapshot = ready(trainer.save_weights_and_get_sampling_client())
+    path = trainer.save_weights_for_sampler("named").result(timeout=SECONDS).path
+    before = snapshot.compute_logprobs(prompt).result(timeout=SECONDS)
+    train(trainer, 2)
+    for still in (snapshot, ready(service.create_sampling_client(model_path=path))):
+        assert still.compute_logprobs(prompt).result(timeout=SECONDS) == before
+    moved = ready(trainer.save_weights_and_get_sampling_client())
+    assert moved.compute_logprobs(prompt).result(timeout=SECONDS) != before
+
+
+LOGPROBS = [torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64), torch.tensor([-0.1, -3.0], dtype=torch.float64)]
+RECORDED = [torch.tensor([-1.5, -2.0, -0.1]), torch.tensor([-0.1, -2.0])]
+ADVANTAGES = [torch.tensor([1.0, -1.0, -2.0]), torch.tensor([0.5, -1.0])]
+INPUTS = [{"logprobs": q, "advantages": a} for q, a in zip(RECORDED, ADVANTAGES, strict=True)]
+
+
+def test_importance_sampling_is_minus_the_sum_of_ratio_times_advantage():
+    ratios = [1.6487212707, 1.0, 0.6703200460, 1.0, 0.3678794412]
+    expected = -(ratios[0] * 1 - ratios[1] * 1 - ratios[2] * 2 + ratios[3] * 0.5 - ratios[4] * 1)
+    assert float(losses.summed("importance_sampling", LOGPROBS, INPUTS, {})) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.8, 1.2), (0.5, 1.3)])
+def test_ppo_takes_the_smaller_of_clipped_and_unclipped(low, high):
+    ratios = [1.6487212707, 1.0, 0.6703200460, 1.0, 0.3678794412]
+    advantages = [1.0, -1.0, -2.0, 0.5, -1.0]
+    pairs = zip(ratios, advantages, strict=True)
+    expected = -sum(min(r * a, min(max(r, low), high) * a) for r, a in pairs)
+    config = {} if low == 0.8 else {"clip_low_threshold": low, "clip_high_threshold": high}
+    assert float(losses.summed("ppo", LOGPROBS, INPUTS, config)) == pytest.approx(expected, rel=1e-6)
+
+
+def request(loss_fn="ppo", *, tokens=(1, 2, 3), config=None, forward_only=False, **inputs):
+    given = {
+        "target_tokens": torch.tensor([2, 3, 4]),
+        "logprobs": torch.tensor([-1.0, -1.0, -1.0]),
+        "advantages": torch.tensor([0.0, 1.0, 1.0]),
+    } | inputs
+    return TrainingRequest(
+        model_id="m",
+        seq_id=1,
+        tokens=[list(tokens)],
+        inputs=[{name: value for name, value in given.items() if value is not None}],
+        loss_fn=loss_fn,
+        loss_fn_config=config or {},
+        forward_only=forward_only,
+    )
+
+
+def check(asked):
+    losses.check(asked, 64, 8)
+
+
+ONES = torch.ones(3, 2)
+REFUSED = {
+    "mask": (request(mask=torch.ones(3)), r"not known to this loss \['mask'\]"),
+    "missing": (request(advantages=None), r"missing \['advantages'\]"),
+    "length": (request(advantages=torch.ones(2)), r"shape \(2,\); model_input has 3 tokens"),
+    "dtype": (request(advantages=torch.ones(3).long()), "torch.int64; torch.float32 is needed"),
+    "targets": (request(target_tokens=torch.ones(3)), "torch.float32; torch.int64 is needed"),
+    "nan": (request(logprobs=torch.tensor([torch.nan, 0, 0])), "holds NaN"),
+    "vocabulary": (request(target_tokens=torch.tensor([2, 3, 64])), "outside the vocabulary of 64"),
+    "too long": (request(tokens=range(9)), "9 tokens; the model takes 8"),
+    "loss": (request("dpo"), "unknown loss_fn 'dpo'"),
+    "setting": (request(config={"cliprange": 0.2}), r"'cliprange'\] is no setting of ppo"),
+    "a weight for some": (
+        request(
+            "cross_entropy", logprobs=None, advantages=None, target_tokens=torch.ones(3, 2).long(), weights=RECORDED[0]
+        ),
+        r"'weights'\] has shape \(3,\)",
+    ),
+    "candidates of others": (
+        request("cross_entropy", logprobs=None, advantages=None, target_tokens=torch.ones(2, 2).long(), weights=ONES),
+        r"shape \(2, 2\); model_input has 3 tokens",
+    ),
+    "a candidate": (
+        request("cross_entropy", logprobs=None, advantages=None, target_tokens=torch.full((3, 2), 64), weights=ONES),
+        "outside the vocabulary",
+    ),
+    "weights": (request("cross_entropy", logprobs=None, advantages=None), r"missing \['weights'\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(name):
+    asked, message = REFUSED[name]
+    with pytest.raises(Refused, match=message):
+        check(asked)
+
+
+def test_a_refusal_is_an_http_error_and_holds_up_nothing(trainer):
+    tokens = types.ModelInput.from_ints([1, 2, 3])
+    bare = types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": torch.tensor([2, 3, 4])})
+    with pytest.raises(tinker.BadRequestError, match="missing .*'advantages', 'logprobs'"):
+        trainer.forward_backward([bare], "ppo").result(timeout=SECONDS)
+    assert len(trainer.forward([bare], "cross_entropy").result(timeout=SECONDS).loss_fn_outputs) == 1

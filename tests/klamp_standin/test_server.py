@@ -1,12 +1,12 @@
-"""The HTTP side: what it refuses, counts and draws, the faults that it makes; a model and a tokenizer of one's own."""
+"""The stand-in's HTTP side: what it refuses, counts and draws, its order of work, its faults on purpose."""
 
-from __future__ import annotations
-
+import inspect
 import json
 import math
 import socket
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import tinker
@@ -16,8 +16,10 @@ from tests.waiting import SECONDS
 from tinker import types
 
 from klamp.lab.tasks import arithmetic_tokenizer
-from klamp_standin import serve, tiny_model
+from klamp_standin import futures, sampling, serve, tiny_model
 from klamp_standin.faults import Fault, FaultPlan
+from klamp_standin.futures import Lane, Worker
+from klamp_standin.protocol import Refused
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3, 4])
 DATUM = types.Datum(
@@ -149,3 +151,139 @@ def test_none_and_nan_arrive_where_they_were_put(standin, reference, trainer):
     outputs = trainer.forward_backward([DATUM], "cross_entropy").result(timeout=SECONDS).loss_fn_outputs
     assert [math.isnan(x) for x in outputs[0]["logprobs"].data] == [False, False, False, True]
     assert all(torch.isfinite(x.grad).all() for x in standin.weights().values())
+
+
+@pytest.fixture
+def worker():
+    worker = Worker()
+    worker.lanes["run"] = Lane(0)
+    yield worker
+    worker.close()
+
+
+def test_requests_of_a_run_are_carried_out_by_number(worker):
+    done = []
+    for number in (2, 1, 3, 0):
+        worker.submit(str(number), lambda n=number: done.append(n) or {"n": n}, lane="run", number=number)
+    assert worker.wait("3", SECONDS) == {"n": 3}
+    assert done == [0, 1, 2, 3]
+
+
+def test_the_same_request_is_carried_out_once(worker):
+    done = []
+    for _ in range(3):
+        worker.submit("a", lambda: done.append(1) or {"times": len(done)})
+    assert worker.wait("a", SECONDS) == {"times": 1}
+    assert worker.wait("a", SECONDS) == {"times": 1}
+    assert done == [1]
+
+
+def test_an_error_is_a_result_and_the_worker_goes_on(worker):
+    def refuse():
+        raise Refused("no")
+
+    worker.submit("a", refuse)
+    worker.submit("b", lambda: 1 / 0)
+    worker.submit("c", lambda: {"fine": True})
+    assert worker.wait("a", SECONDS) == {"error": "no", "category": "user"}
+    assert worker.wait("b", SECONDS) == {"error": "ZeroDivisionError: division by zero", "category": "server"}
+    assert worker.wait("c", SECONDS) == {"fine": True}
+
+
+def test_a_late_result_is_held_back_and_holds_up_nobody(worker, monkeypatch):
+    """Only what is slept moves the worker's clock, which begins at 100 s."""
+    clock = [100.0]
+    time = SimpleNamespace(monotonic=lambda: clock[-1], sleep=lambda seconds: clock.append(clock[-1] + seconds))
+    monkeypatch.setattr(futures, "time", time)
+    worker.submit("late", dict, late=0.5)
+    worker.submit("other", dict)
+    assert worker.wait("other", SECONDS) == {} and clock[-1] == 100.0
+    assert worker.wait("late", 0.125) is None and clock[-1] == 100.125
+    assert worker.wait("late", SECONDS) == {} and clock[-1] == 100.5
+
+
+READ = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(8)
+
+
+def params(*, end=(), longest=64, seed=0, **given):
+    return sampling.SamplingParams.read({"max_tokens": 4} | given, end=end, seed=seed, longest=longest)
+
+
+def draw(model, count, **given):
+    out = sampling.read(model, READ)
+    return sampling.sample(model, out, count, params(**given), lambda ids: "".join(chr(97 + i) for i in ids))
+
+
+def distribution(model, tokens):
+    return model(torch.tensor([tokens])).logits[0, -1].detach().double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_draws_follow_the_distribution(model, temperature):
+    count = 20_000
+    rows = draw(model, count, max_tokens=1, temperature=temperature)
+    expected = (distribution(model, READ) / temperature).softmax(-1)
+    found = torch.bincount(torch.tensor([row[0] for row, *_ in rows]), minlength=8) / count
+    errors = (expected * (1 - expected) / count).sqrt()
+    assert ((found - expected).abs() < 5 * errors).all()
+
+
+def test_log_probabilities_are_those_of_the_model_at_any_temperature(model):
+    for temperature in (1.0, 0.3, 0.0):
+        ((tokens, logprobs, _),) = draw(model, 1, temperature=temperature)
+        for i, token in enumerate(tokens):
+            expected = distribution(model, [*READ, *tokens[:i]])[token]
+            assert logprobs[i] == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_truncation_leaves_the_likeliest(model):
+    likeliest = set(distribution(model, READ).topk(2).indices.tolist())
+    assert {row[0] for row, *_ in draw(model, 500, max_tokens=1, top_k=2)} == likeliest
+    ranked = distribution(model, READ).exp().sort(descending=True)
+    nucleus = set(ranked.indices[: int((ranked.values.cumsum(0) < 0.5).sum()) + 1].tolist())
+    assert {row[0] for row, *_ in draw(model, 2000, max_tokens=1, top_p=0.5)} == nucleus
+
+
+def test_end_tokens_and_stops_end_a_sequence(model):
+    for given in ({"end": range(8)}, {"stop": list(range(8))}):
+        assert all(len(tokens) == 1 and ended for tokens, _, ended in draw(model, 4, **given))
+    rows = draw(model, 200, max_tokens=8, stop="a")
+    texts = ["".join(chr(97 + i) for i in tokens) for tokens, *_ in rows]
+    assert any(ended for *_, ended in rows)
+    for text, (*_, ended) in zip(texts, rows, strict=True):
+        assert ended == text.endswith("a")
+        assert "a" not in text[:-1]
+        assert ended or len(text) == 8
+    assert all(len(tokens) == 4 and not ended for tokens, _, ended in draw(model, 4, end=range(8), stop=[]))
+
+
+@pytest.mark.parametrize("last", [None, 2])
+@pytest.mark.parametrize("k", [1, 3, 70])
+def test_the_likeliest_tokens_at_each_place_of_a_prompt(reference, k, last):
+    """As the SDK hands them out: pairs by rank, None where nothing stands before or nothing was asked for."""
+    tokens, base = [1, 2, 3, 4, 5], tiny_model()
+    suffix = {} if last is None else {"prompt_logprobs_last_n": last}
+    if not suffix.keys() <= inspect.signature(reference.sample).parameters.keys():
+        pytest.skip("this version of the SDK scores no suffix")
+    answer = reference.sample(
+        prompt=tinker.ModelInput.from_ints(tokens),
+        num_samples=1,
+        sampling_params=tinker.SamplingParams(max_tokens=1),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=k,
+        **suffix,
+    ).result()
+    found, count = answer.topk_prompt_logprobs, min(k, 64)
+    assert len(found) == 5
+    assert [place is None for place in found] == [i < (1 if last is None else 5 - last) for i in range(5)]
+    assert [x is None for x in answer.prompt_logprobs] == [place is None for place in found]
+    for i, place in enumerate(found):
+        if place is not None:
+            expected = distribution(base, tokens[:i]).topk(count)
+            assert [token for token, _ in place] == expected.indices.tolist()
+            assert [x for _, x in place] == pytest.approx(expected.values.tolist(), abs=1e-5)

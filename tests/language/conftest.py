@@ -1,7 +1,5 @@
 """The real model, its tokenizer, and a small model that speaks with the same tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

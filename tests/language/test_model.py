@@ -1,7 +1,5 @@
 """The real model: it speaks, it learns without losing its place, and other trainers take its folder."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The wheel, built once, in the environments that scripts/environment.sh has made for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

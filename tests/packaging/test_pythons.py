@@ -1,7 +1,5 @@
 """Every Python that pyproject.toml names installs the wheel, imports klamp and proves its claims."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a user has after `pip install klamp`, and after an extra: the built wheel in environments with nothing else."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

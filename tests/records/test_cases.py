@@ -1,7 +1,5 @@
 """The public reports in `tests/cases`: of each input what is read, which alarms rise, what is said or refused."""
 
-from __future__ import annotations
-
 import re
 from math import inf, nan
 from pathlib import Path

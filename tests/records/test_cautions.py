@@ -1,7 +1,5 @@
 """What the doctor says of a KL that it does not read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Logs of other trainers: what `klamp doctor` finds, and what it says it cannot tell; tests/cases_4 has more."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Kinds of fault that other trainers' records show, each beside a sound record that differs in the fault alone."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """klamp's own run folders, also those of another version or cut short."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

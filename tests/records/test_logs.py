@@ -1,7 +1,5 @@
 """What trainers and trackers log of each step: lines of JSON, TRL's state, event files, offline runs of W&B."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which reader takes which path, and what is said where none does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

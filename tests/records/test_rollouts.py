@@ -1,7 +1,5 @@
 """Completions with log-probabilities as prime-rl exports them and as verl names them, from real models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

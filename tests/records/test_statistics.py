@@ -1,7 +1,5 @@
 """The metrics of completions as a record has them."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

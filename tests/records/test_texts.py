@@ -1,7 +1,5 @@
 """What people have of a run besides its record: printed lines, tables, exports, in whatever encoding."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the fuzzers share: how many examples they draw, hostile values and texts, and a command run in this process."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

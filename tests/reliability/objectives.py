@@ -5,8 +5,6 @@ tests' own process checks every annotation of the core at run time, in wrappers 
 It prints a JSON object: what was compiled -> the largest difference to the same without torch.compile, or the error.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

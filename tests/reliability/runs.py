@@ -1,7 +1,5 @@
 """The runs that are killed, and all that the folder of a run holds, in a form that can be compared."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

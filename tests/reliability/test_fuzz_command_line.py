@@ -1,7 +1,5 @@
 """Drawn command lines and configuration files: each ends with the exit code 0, 1 or 2, and says why where it failed."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,20 +1,7 @@
 """Ten runs that are killed, wherever somebody lands a change, and a hundred; and the harness, which must notice."""
 
-from __future__ import annotations
-
-import json
-import shutil
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from tests.reliability.kills import AT_RANDOM, FIRST, ONLY, Blow, Ground, Kill, plan
-from tests.reliability.runs import differing
-from torch.utils.tensorboard import SummaryWriter
 
 TEN = (
     Kill(case="controller", blows=(Blow(point=AT_RANDOM, share=0.5),)),
@@ -73,62 +60,3 @@ def test_a_run_comes_by_all_that_it_can_be_killed_at(ground: Ground) -> None:
         passed = ground.undisturbed(case).passed
         missing = {point for point in FIRST if not passed[point]} - {learned}
         assert missing == {point for point, cases in ONLY.items() if case not in cases} - {learned}
-
-
-def doubled(name: str, run: Path) -> None:
-    file = run / f"{name}.jsonl"
-    file.write_text(file.read_text() + file.read_text().splitlines()[-1] + "\n")
-
-
-def added(name: str, text: str, run: Path) -> None:
-    with (run / name).open("a") as file:
-        file.write(text)
-
-
-def changed(name: str, change: dict[str, Any], run: Path) -> None:
-    (run / name).write_text(json.dumps(json.loads((run / name).read_text()) | change))
-
-
-def one_bit_of_a_weight(run: Path) -> None:
-    file = run / "checkpoints" / "step-000007" / "policy" / "model.safetensors"
-    weights = load_file(file)
-    next(iter(weights.values())).view(torch.int32).view(-1)[0] ^= 1
-    save_file(weights, file, metadata={"format": "pt"})
-
-
-def one_bit_of_a_moment(run: Path) -> None:
-    file = run / "checkpoints" / "step-000006" / "optimizer.pt"
-    moments = torch.load(file, weights_only=True)
-    next(iter(moments["state"].values()))["exp_avg_sq"].view(torch.int32).view(-1)[0] ^= 1
-    torch.save(moments, file)
-
-
-def a_point_twice(run: Path) -> None:
-    with SummaryWriter(run / "tracking", purge_step=8) as writer:
-        writer.add_scalar("beta", 0.05, 7)
-
-
-SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nothing": (lambda run: None, ""),
-    "a line of metrics twice": (partial(doubled, "metrics"), "metrics"),
-    "a completion twice": (partial(doubled, "completions"), "completions"),
-    "an answer twice": (partial(doubled, "answers"), "answers"),
-    "an alarm too many": (partial(added, "alarms.jsonl", '{"step": 7, "name": "kl-far"}\n'), "alarms"),
-    "a torn line": (partial(added, "metrics.jsonl", '{"step": 7, "rew'), "JSONDecodeError"),
-    "one bit of a weight": (one_bit_of_a_weight, "weights of step-000007"),
-    "one bit of a moment": (one_bit_of_a_moment, "moments of step-000006"),
-    "a point that TensorBoard shows twice": (a_point_twice, "TensorBoard"),
-    "a file too many": (lambda run: (run / "checkpoints" / ".step-000004.part").mkdir(), "files"),
-    "another score": (partial(changed, "summary.json", {"steps": 6}), "summary"),
-    "another state": (partial(changed, "checkpoints/step-000006/state.json", {"last_kl": 0.0}), "state of step-000006"),
-}
-"""What is done to a copy of an undisturbed run, and what then differs, alone."""
-
-
-@pytest.mark.parametrize("what", SPOILED)
-def test_what_differs_is_seen(ground: Ground, tmp_path: Path, what: str) -> None:
-    spoil, wanted = SPOILED[what]
-    holds = ground.undisturbed("controller").holds
-    copied = shutil.copytree(ground.folder / "whole" / "controller", tmp_path / "copy")
-    spoil(copied)
-    assert [each.partition(":")[0] for each in differing(holds, copied)] == ([wanted] if wanted else [])

@@ -1,7 +1,5 @@
 """Alarms on the page."""
 
-from __future__ import annotations
-
 import re
 
 from tests.report.pages import Node, completion, parse, run_of

@@ -1,7 +1,5 @@
 """Answers before and after: one row per question, one column per run, texts of models escaped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.report.pages import Node, parse, run_of

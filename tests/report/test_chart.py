@@ -1,7 +1,5 @@
 """Charts: all of it in words and in a table, and what the script draws it from (tests/browser)."""
 
-from __future__ import annotations
-
 import json
 import math
 

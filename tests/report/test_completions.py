@@ -1,7 +1,5 @@
 """Which completions come first, and which tokens are the worst."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The charts of the page, with targets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

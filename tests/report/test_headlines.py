@@ -1,7 +1,5 @@
 """What the report is told of a run, and the numbers at the top."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

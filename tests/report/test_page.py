@@ -1,7 +1,5 @@
 """The whole page."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import itertools

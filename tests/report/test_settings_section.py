@@ -1,7 +1,5 @@
 """Configuration and versions."""
 
-from __future__ import annotations
-
 from tests.report.pages import parse, run_of
 
 from klamp.report.page import settings_section

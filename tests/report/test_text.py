@@ -1,7 +1,5 @@
 """Texts of the page: escaped, numbers as people write them, tokens as text."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The completions of a page: as many as fit, the worst first."""
 
-from __future__ import annotations
-
 import json
 
 from tests.report.pages import Node, completion, parse, run_of

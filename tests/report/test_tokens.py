@@ -1,7 +1,5 @@
 """A completion, token by token."""
 
-from __future__ import annotations
-
 import json
 import math
 

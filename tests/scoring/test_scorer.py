@@ -1,6 +1,4 @@
-"""The scorer against the plain forward of `score`: the same numbers and the same gradient, whatever it saves."""
-
-from __future__ import annotations
+"""Scores and gradients of every way are those of a plain forward; rows, prompts and padding are computed once."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from tests.training.conftest import disturb
+from tests.training.conftest import disturb, sample
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -28,9 +26,10 @@ from transformers import (
 )
 
 from klamp.core.estimators import exact_kl
+from klamp.lab.models import load_model
 from klamp.scoring import completions as passes
 from klamp.scoring import scorer as scorer_module
-from klamp.scoring.completions import Completions, PassPlan, bucketed, plan_of, run_rows
+from klamp.scoring.completions import Completions, PassPlan, bucketed, plan_of, run_rows, select
 from klamp.scoring.model_parts import OpenedModel, Traits
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, ExactKL, Scorer, score
@@ -326,3 +325,85 @@ def test_prompts_are_shared_where_that_is_less_work():
     assert not plan_of([64] * 16, prompts=16, prompt_length=512, can_share=True).shared, "groups of one share nothing"
     assert not plan_of([64] * 16, prompts=2, prompt_length=512, can_share=False).shared
     assert plan_of([0, 1], prompts=1, prompt_length=4, can_share=True).buckets == [[0, 1]], "empty completions too"
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def plain_model(request):
+    # load_model, because GPT-2 comes with a dropout of 0.1
+    return load_model(request.getfixturevalue(request.param))
+
+
+def plain_logits(plain_model, completions: Completions, row: int, temperature: float) -> torch.Tensor:
+    """Logits of a completion's tokens from a forward of that one sequence without padding, in float64."""
+    prompt = completions.prompt_ids[row][completions.prompt_mask[row].bool()]
+    tokens = completions.ids[row][completions.mask[row]]
+    logits = plain_model(torch.cat([prompt, tokens])[None]).logits[0].double() / temperature
+    return logits[len(prompt) - 1 : -1]
+
+
+def plain_logprobs(plain_model, completions: Completions, row: int, temperature: float) -> torch.Tensor:
+    tokens = completions.ids[row][completions.mask[row]]
+    logprobs = plain_logits(plain_model, completions, row, temperature).log_softmax(-1)
+    return logprobs[torch.arange(len(tokens)), tokens]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_scores_are_those_of_each_sequence_by_itself(plain_model, temperature):
+    completions = sample(plain_model)
+    scores = score(plain_model, completions, temperature=temperature)
+    assert scores.logits.shape[:2] == completions.ids.shape
+    for row in range(len(completions.ids)):
+        kept = int(completions.mask[row].sum())
+        logits = plain_logits(plain_model, completions, row, temperature)
+        expected = plain_logprobs(plain_model, completions, row, temperature)
+        torch.testing.assert_close(scores.logprobs[row, :kept].double(), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            scores.logits[row, :kept].log_softmax(-1).double(), logits.log_softmax(-1), rtol=0, atol=1e-4
+        )
+
+
+def test_the_gradient_is_that_of_each_sequence_by_itself(plain_model):
+    completions = sample(plain_model)
+    weights = torch.randn(completions.ids.shape, generator=torch.Generator().manual_seed(0))
+    parameters = list(plain_model.parameters())
+    kept = torch.where(completions.mask, score(plain_model, completions, temperature=0.9).logprobs, 0.0)
+    ours = torch.autograd.grad((kept * weights).sum(), parameters)
+    plain = sum(
+        (plain_logprobs(plain_model, completions, row, 0.9) * weights[row][completions.mask[row]].double()).sum()
+        for row in range(len(kept))
+    )
+    theirs = torch.autograd.grad(plain, parameters)
+    assert max(float(g.abs().max()) for g in theirs) > 0.1
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rollout", [{}, {"temperature": 0.7}])
+def test_the_sampler_reports_what_scoring_finds(plain_model, rollout):
+    completions = sample(plain_model, **rollout)
+    scores = score(plain_model, completions, temperature=rollout.get("temperature", 1.0))
+    difference = (scores.logprobs - completions.sampler_logprobs)[completions.mask]
+    assert difference.abs().max() <= 1e-5
+
+
+def three() -> Completions:
+    """Prompts of 1, 3 and 2 tokens, completions of 2, 4 and 1 tokens; the second one was cut."""
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    return Completions(
+        prompt_ids=torch.tensor([[0, 0, 5], [6, 7, 8], [0, 3, 4]]),
+        prompt_mask=torch.tensor([[0, 0, 1], [1, 1, 1], [0, 1, 1]]),
+        ids=torch.arange(12).view(3, 4),
+        mask=mask,
+        sampler_logprobs=-torch.arange(12.0).view(3, 4) * mask,
+        ended=torch.tensor([True, False, True]),
+    )
+
+
+def test_rows_without_long_neighbours_lose_the_padding_of_all_of_them() -> None:
+    found = select(three(), torch.tensor([0, 2]))
+    assert found.prompt_ids.tolist() == [[0, 5], [3, 4]]
+    assert found.prompt_mask.tolist() == [[0, 1], [1, 1]]
+    assert found.ids.tolist() == [[0, 1], [8, 9]]
+    assert found.mask.tolist() == [[True, True], [True, False]]
+    assert found.sampler_logprobs.tolist() == [[0, -1], [-8, 0]]
+    assert found.ended.tolist() == [True, True]

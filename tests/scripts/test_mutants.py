@@ -1,7 +1,5 @@
 """The mutation run: every module has tests, and equivalent mutants are of the code as it is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,11 +1,17 @@
-"""The map of where a target is held: its cells are configurations, and a run that failed is red."""
+"""The studies: cells and pages of the target map, the arms of the language study."""
 
-from __future__ import annotations
-
+import warnings
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from klamp.cli.ablate import parse_ablate
+from klamp.config import KLWarning
+from klamp.lab.ablate.plan import Run, runs
+from studies import command
+from studies.language import KL_PROMPTS, NO_KL, language_plan
 from studies.target_map import MARK, RECORD, TARGETS, judged, read, share, text
 
 
@@ -35,3 +41,31 @@ def test_a_run_is_judged_from_20_steps_after_it_first_reached_its_target() -> No
 def test_the_page_is_what_the_record_says() -> None:
     page = RECORD.with_suffix(".md").read_text(encoding="utf-8")
     assert page.partition(MARK)[2].strip() == text(read(RECORD)), "run: python -m studies.target_map --cells"
+
+
+@pytest.fixture
+def arms() -> dict[str, Run]:
+    """The runs of one seed by their arm's name; one arm is there because klamp warns about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        return {run.arm.name: run for run in runs(language_plan(seeds=(0,)))}
+
+
+def test_arms_differ_in_the_kl_and_in_nothing_else(arms: dict[str, Run]) -> None:
+    settings = [run.config.flat() for run in arms.values()]
+    differing = {name for one, other in combinations(settings, 2) for name in one if one[name] != other[name]}
+    assert differing == {"beta", "kl_monitor", "kl_estimator", "kl_gradient"}
+    assert {run.kl_prompts for run in arms.values()} == {KL_PROMPTS}
+    control = arms[NO_KL.name].config.kl
+    assert control.beta == 0 and control.needs_reference, "its KL is measured"
+
+
+def test_the_plan_is_in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "klamp", lambda argv: asked.append(argv) or 0)
+    code, folder = command.ablate(language_plan(), ["--seeds", "0", "1", "--workers", "2"])
+    assert (code, folder) == (0, Path("runs/ablation-language-001"))
+    plan = language_plan(seeds=(0, 1))
+    assert parse_ablate(["--plan", str(folder / "plan.yaml")])[0] == plan
+    assert asked == [["ablate", "--plan", f"{folder}/plan.yaml", "--output_dir", str(folder), "--workers", "2"]]

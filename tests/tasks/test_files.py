@@ -1,6 +1,4 @@
-"""Data files: columns, splits, and errors that name the row."""
-
-from __future__ import annotations
+"""Tasks of files, of the hub and of functions; how a prompt is rendered and what it may be."""
 
 import json
 import sys
@@ -9,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from klamp.errors import DataError, MissingLibrary, UnknownNameError
-from klamp.lab.tasks import Task, TaskConfig, arithmetic_tokenizer, load_task
-from klamp.lab.tasks.files import read_rows
+from klamp.errors import ConfigError, DataError, MissingLibrary, RewardError, UnknownNameError
+from klamp.lab.tasks import Example, Task, TaskConfig, arithmetic_tokenizer, load_task, rows_task
+from klamp.lab.tasks.base import has_own_prompts, short_name
+from klamp.lab.tasks.files import chat_cautions, check_prompts, prompt_text, read_rows, uses_chat_template
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(40)]
 
@@ -171,3 +170,177 @@ def test_a_data_set_of_the_hub_is_read_by_its_split(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingLibrary, match="a data set of the hub needs datasets"):
         read_rows(f"hub:{tmp_path}")
+
+
+def doubled(config: TaskConfig, tokenizer: Any) -> Task:
+    """Rows made in place; the reward is broken for one completion."""
+    task = rows_task([{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(30)], config, tokenizer)
+    return Task(**{**vars(task), "score": lambda example, text: float("nan") if text == "nan" else len(text)})
+
+
+def nothing(config: TaskConfig, tokenizer: Any) -> None:
+    """No task."""
+
+
+HERE = "tests.tasks.test_files"
+
+
+def load_named(name: str, **options: Any) -> Task:
+    return load_task(TaskConfig(task=name, **options), arithmetic_tokenizer())
+
+
+@pytest.mark.parametrize("module", [HERE, __file__])
+def test_a_function_of_a_module_or_a_file_makes_the_task(module: str) -> None:
+    task = load_named(f"{module}:doubled", train_size=5, eval_size=3)
+    assert (task.name, len(task.train), len(task.evaluation["task"])) == ("doubled", 5, 3)
+    assert task.score(task.train[0], "ab") == 2.0
+    with pytest.raises(RewardError, match="not finite"):
+        task.score(task.train[0], "nan")
+
+
+def test_a_named_reward_takes_the_place_of_the_tasks_own() -> None:
+    task = load_named(f"{HERE}:doubled", reward="exact_match")
+    assert task.score(Example(prompt="1+1=", answer="2"), "2") == 1.0
+
+
+def test_what_is_no_task_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="returned no task"):
+        load_named(f"{HERE}:nothing")
+    with pytest.raises(UnknownNameError, match="did you mean 'doubled'"):
+        load_named(f"{HERE}:doubles")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        load_named(f"{tmp_path / 'none.py'}:task")
+    (tmp_path / "ends.py").write_text("raise BaseException('on import')")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        load_named(f"{tmp_path / 'ends.py'}:task")
+
+
+@pytest.mark.parametrize(
+    ("task", "own", "name"),
+    [
+        ("arithmetic", True, "arithmetic"),
+        ("my.tasks:chess", True, "chess"),
+        ("dir/tasks.py:chess", True, "chess"),
+        ("dir/data.jsonl", False, "data"),
+        ("dir/a:b.jsonl", False, "a-b"),
+        ("hub:openai/gsm8k:main:train", False, "gsm8k-main-train"),
+    ],
+)
+def test_a_name_says_whether_a_task_brings_its_prompts(task: str, own: bool, name: str) -> None:
+    assert (has_own_prompts(task), short_name(task)) == (own, name)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('odd role') }}"
+    "{% endif %}<{{ m.role }}>{{ m.content }}{% if not loop.last or add_generation_prompt %};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def plain() -> Any:
+    return arithmetic_tokenizer()
+
+
+@pytest.fixture
+def chat() -> Any:
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_a_template_is_used_where_there_is_one_unless_told_otherwise(plain: Any, chat: Any) -> None:
+    assert uses_chat_template(TaskConfig(), chat)
+    assert not uses_chat_template(TaskConfig(), plain)
+    assert not uses_chat_template(TaskConfig(chat_template=False), chat)
+    with pytest.raises(DataError, match="chat_template is not set"):
+        prompt_text("hi", TaskConfig(chat_template=True), plain, where="row 1")
+    with pytest.raises(ConfigError, match="row 4 holds chat messages"):
+        prompt_text([{"role": "user", "content": "a"}], TaskConfig(), plain, where="row 4")
+
+
+@pytest.mark.parametrize(
+    ("value", "system", "expected"),
+    [
+        ("hi", "", "<user>hi;<assistant>"),
+        ("hi", "be kind", "<system>be kind;<user>hi;<assistant>"),
+        ([{"role": "user", "content": "a"}], "", "<user>a;<assistant>"),
+        # the row's own system message wins over the configured one
+        ([{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], "x", "<system>s;<user>a;<assistant>"),
+        # a last message by the assistant is continued
+        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "so"}], "", "<user>a;<assistant>so"),
+    ],
+)
+def test_templates_render_texts_and_messages(chat: Any, value: Any, system: str, expected: str) -> None:
+    assert prompt_text(value, TaskConfig(system_prompt=system), chat, where="row 1") == expected
+
+
+def test_without_a_template_text_stays_as_it_is(plain: Any, chat: Any) -> None:
+    assert prompt_text(" 1+1=", TaskConfig(), plain, where="row 1") == " 1+1="
+    assert prompt_text("1+1=", TaskConfig(chat_template=False), chat, where="row 1") == "1+1="
+    assert prompt_text("1+1=", TaskConfig(system_prompt="add"), plain, where="row 1") == "add\n\n1+1="
+
+
+@pytest.mark.parametrize("value", [None, "  \n", [], 5, {"role": "user"}, ["hi"], [{"role": "user", "content": None}]])
+def test_a_prompt_that_is_none_names_its_row(chat: Any, value: Any) -> None:
+    with pytest.raises(DataError, match="row 7 has no prompt"):
+        prompt_text(value, TaskConfig(), chat, where="row 7")
+
+
+def test_what_the_template_refuses_is_a_data_error(chat: Any) -> None:
+    with pytest.raises(DataError, match="(?s)template refuses row 2.*odd role"):
+        prompt_text([{"role": "robot", "content": "a"}], TaskConfig(), chat, where="row 2")
+
+
+def check(prompts: list[str], limit: int | None, tokenizer: Any) -> None:
+    check_prompts([Example(prompt=p) for p in prompts], tokenizer, limit, 4)
+
+
+def test_a_prompt_may_fill_the_room_to_the_last_token(plain: Any) -> None:
+    check(["1+1=", "123456"], 10, plain)
+    check([], 10, plain)
+    check(["1" * 500], None, plain)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "what"),
+    [
+        (["1+1=", "1234567"], "prompt 2 is too long: 7 tokens, and the limit is 6"),
+        (["1", "2", ""], "prompt 3 has no tokens"),
+        (["1+1=", "HELLO"], "prompt 2 cannot be tokenized"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_names_its_row(plain: Any, prompts: list[str], what: str) -> None:
+    with pytest.raises(DataError, match=what):
+        check(prompts, 10, plain)
+
+
+WITH_TURNS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + ' ' + m['content'] + '<|im_end|>' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant ' }}{% endif %}"
+)
+
+
+def tokenizer(*, template: str | None = WITH_TURNS, marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Any:
+    made = arithmetic_tokenizer()
+    made.add_special_tokens({"additional_special_tokens": list(marks)})
+    made.chat_template = template
+    return made
+
+
+def said(made: Any, *, stop: tuple[str, ...] = ("<|im_end|>",), **config: Any) -> tuple[str, ...]:
+    return chat_cautions(TaskConfig(**config), made, made.convert_tokens_to_ids(list(stop)))
+
+
+def test_what_fits_is_left_alone() -> None:
+    assert said(tokenizer()) == (), "a chat model with its template and its end"
+    made = arithmetic_tokenizer()
+    assert chat_cautions(TaskConfig(), made, [made.eos_token_id]) == (), "no chat model"
+    assert said(tokenizer(template=None), chat_template=False) == () == said(tokenizer(), chat_template=False)
+    assert said(tokenizer(), stop=(made.eos_token, "<|im_end|>")) == (), "one of several end tokens is enough"
+
+
+def test_an_end_of_the_turn_that_ends_nothing_is_named_with_what_does() -> None:
+    made = tokenizer()
+    (caution,) = said(made, stop=(made.eos_token,))
+    assert f"ends an answer with <|im_end|>, and completions end with ['{made.eos_token}']" in caution

@@ -1,7 +1,5 @@
 """Rewards by name, users' own functions in both calling conventions; finite floats."""
 
-from __future__ import annotations
-
 import io
 import math
 import sys

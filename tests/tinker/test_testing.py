@@ -1,7 +1,5 @@
 """The name that the stand-in is imported by."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

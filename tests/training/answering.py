@@ -1,7 +1,5 @@
 """Servers on the loopback that stand in for a remote reference; what vLLM 0.32 answers, from a model that is here."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

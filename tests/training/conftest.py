@@ -1,7 +1,5 @@
 """Models that are made in a moment: a Llama, a GPT-2 with absolute positions, adapters; and runs of a few steps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +11,14 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from klamp.lab.config import TrainConfig
+from klamp.lab.config import RolloutConfig, TrainConfig
+from klamp.lab.models import end_tokens
 from klamp.lab.observers import Observer, RunInfo
 from klamp.lab.rollouts import Rollout, collect
+from klamp.lab.sampling import encode_prompts, generate, uniform_numbers
 from klamp.lab.setup import Context, build
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
+from klamp.scoring.completions import Completions
 
 logging.disable_progress_bar()
 
@@ -41,6 +42,21 @@ TINY: dict[str, Any] = {
 IN_REWARD: dict[str, Any] = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
 """The KL in the reward, as every backend that has it takes it."""
 IN_ADVANTAGE = IN_REWARD | {"kl_placement": "advantage"}
+CPU = torch.device("cpu")
+PROMPTS = ["1+1=", "rev abcde=", "123+456=", "7-2=", "q", "rev zz=", "99-98=", "100+999="]
+LENGTH = 8
+
+
+def sample(model, prompts=PROMPTS, rows=None, *, extra_padding=0, seed=0, greedy=False, **rollout) -> Completions:
+    tokenizer = arithmetic_tokenizer()
+    settings = RolloutConfig(max_completion_length=LENGTH, **rollout)
+    rows = list(range(len(prompts))) if rows is None else rows
+    ids, mask = encode_prompts([prompts[i] for i in rows], tokenizer, CPU)
+    ids = torch.nn.functional.pad(ids, (extra_padding, 0), value=tokenizer.pad_token_id)
+    mask = torch.nn.functional.pad(mask, (extra_padding, 0), value=0)
+    uniforms = None if greedy else uniform_numbers(seed, 0, len(prompts), LENGTH)[rows]
+    stop = end_tokens(model, tokenizer)
+    return generate(model, ids, mask, rollout=settings, stop=stop, pad=tokenizer.pad_token_id, uniforms=uniforms)
 
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:

@@ -1,7 +1,5 @@
 """What the page docs/scale.md says of where a model lies and how to load it, as something that can be done."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

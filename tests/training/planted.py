@@ -1,7 +1,5 @@
 """Real runs with something planted in them, trained, written, and read again as `klamp doctor` reads them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

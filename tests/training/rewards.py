@@ -1,7 +1,5 @@
 """Rewards for the tests: they vary on random text, and one of them breaks when it is told to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 STATE: dict[str, float] = {"calls": 0, "break_at": -1, "pay": 0.0}

@@ -4,8 +4,6 @@ It trains like any other: a decoder whose hidden state is the prefix as a one-ho
 cache that holds the tokens. What the prompt is does not matter to it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

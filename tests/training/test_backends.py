@@ -1,7 +1,5 @@
 """What a backend cannot do is refused by name before any work, and is fine where it can be done; who trains with it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

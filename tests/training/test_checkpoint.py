@@ -1,7 +1,5 @@
 """Checkpoints: whole or not there, loadable anywhere, nothing in them that runs code, and clear words when damaged."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -12,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.training.conftest import TINY, disturb, rows_of, tiny_llama
-from tests.training.test_sampling import sample
+from tests.training.conftest import TINY, disturb, rows_of, sample, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klamp.errors import RunFolderError

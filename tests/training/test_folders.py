@@ -1,7 +1,5 @@
 """The folder of a run: the next free one, or the one asked for if free; its lock; files that are whole."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The pipeline from scratch: the printed value, the gradient that was meant, and a loop that learns."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any
@@ -10,8 +8,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.training import rewards
-from tests.training.conftest import disturb, rollout_of, tiny_llama
-from tests.training.test_sampling import sample
+from tests.training.conftest import disturb, rollout_of, sample, tiny_llama
 from torch.utils.tensorboard import SummaryWriter
 
 from klamp.doctor.examine import examine

@@ -4,8 +4,6 @@ What exactly is found in one course of each, and when, is tested on records, in 
 whatever the processor and the seed: `python -m tests.recorded --seeds 10` tries it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

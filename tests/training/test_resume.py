@@ -1,7 +1,5 @@
 """A run that was interrupted and resumed has the numbers of one that never was, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

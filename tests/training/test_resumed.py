@@ -1,7 +1,5 @@
 """What a resume may change: a short list; everything else is refused, with how to start a new run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,27 +1,34 @@
-"""A run's folder and trackers, read back as a user reads them."""
-
-from __future__ import annotations
+"""What a run writes and when, what watches it, and which signal ends it."""
 
 import json
 import math
+import os
 import re
 import shutil
+import signal
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.training.conftest import TINY, full_disk, info_of, json_rows, rows_of
+from tests.training.conftest import TINY, far_away, full_disk, info_of, json_rows, rows_of
 
 from klamp._version import __version__
+from klamp.doctor.alarms import ALARMS
 from klamp.doctor.metrics import METRICS
-from klamp.errors import RunFolderError
+from klamp.doctor.readers import read_record
+from klamp.errors import ConfigError, RunFolderError, TrainingStopped
 from klamp.lab import observers
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
-from klamp.lab.observers import RunLog, RunSummary, versions
+from klamp.lab.interrupts import deferred_interrupts
+from klamp.lab.loop import Trainer
+from klamp.lab.observers import AlarmObserver, RunLog, RunSummary, versions
 
 SKILLS = ("addition", "subtraction", "reversal")
 
@@ -175,3 +182,90 @@ def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(tmp_path, monke
     summary = RunSummary(output_dir=tmp_path, steps=1, seconds=1.0, rl_skill="a", before={}, after={})
     with pytest.raises(RunFolderError, match="(?s)cannot be written.*No space left"):
         log.on_end(summary)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """In such a run reference-differs rises after the first step, and kl-high after the fifth."""
+    return far_away(tmp_path_factory.mktemp("elsewhere"))
+
+
+def test_a_run_stops_at_an_alarm_with_a_checkpoint(config_of: Any, tmp_path: Path, elsewhere: dict[str, Any]) -> None:
+    config = config_of(stop_on=("retention", "kl-high"), max_steps=10, save_every=0, **elsewhere)
+    with pytest.raises(TrainingStopped) as caught:
+        train_run(config)
+    error = caught.value
+    step = read_record(tmp_path / "run").rows[-1].step
+    assert step == 5
+    assert error.what == f"training was stopped after step {step} of 10 by the alarm kl-high: {ALARMS['kl-high'].text}"
+    assert "the KL is" in str(error.got) and ALARMS["kl-high"].next_step in error.why and error.fix
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{step:06d}"]
+    train_run(replace(config, run=replace(config.run, stop_on=(), resume=True)))
+    assert read_record(tmp_path / "run").rows[-1].step == 10
+    alarms = [row["name"] for row in json_rows(tmp_path / "run" / "alarms.jsonl")]
+    assert alarms[:2] == ["reference-differs", "kl-high"]
+    assert len(alarms) == len(set(alarms)), "an alarm is written once"
+
+
+def test_what_was_seen_before_a_checkpoint_counts_after_it(tmp_path: Path) -> None:
+    """The run stops where it would have stopped, and at the same alarm, wherever it was killed."""
+    rows = [{"step": step, "kl/k3": 0.01 if step < 9 else 2.0, "reward": 0.5} for step in range(1, 12)]
+    lines = [{"step": 0, "eval/a": 0.1, "eval/b": 0.9}, *rows]
+    for done in range(9):
+        written = [line for line in lines if line["step"] <= done]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))
+        row = {"step": done, "tokens": ["4"], "policy_logprobs": [-1.0], "ref_logprobs": [-1.0]}
+        (tmp_path / "completions.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / "config.yaml").write_text("{}")
+        observer = AlarmObserver(lambda hook: None, rl_skill="a")
+        observer.on_start(info_of(tmp_path, done, TrainConfig.from_flat({"stop_on": ("kl-spike",)})))
+        assert sum(map(len, observer.watch.history.completions.values())) == bool(done)
+        assert len(observer.watch.history.evaluations) == bool(done)
+        for row in rows[done:]:
+            observer.on_step(int(row["step"]), {name: x for name, x in row.items() if name != "step"})
+            if observer.watch.stopped_by is not None:
+                break
+        assert observer.watch.stopped_by is not None and observer.watch.stopped_by.first_step == 9
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, [4]), (1, [1, 2, 3, 4]), (3, [3, 4]), (9, [4])])
+def test_what_is_due_is_due_at_the_end_too(context_of, every, steps):
+    run, due = Trainer(context_of(max_steps=4), []), []
+    for run.step in range(1, 5):
+        if run.is_due(every):
+            due.append(run.step)
+    assert due == steps
+
+
+def test_the_first_signal_waits_and_the_second_does_not():
+    before = signal.getsignal(signal.SIGTERM)
+    with deferred_interrupts() as interrupt:
+        assert not interrupt.asked
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_hangup_ends_a_run_as_sigterm_does_unless_it_is_ignored():
+    for handler, asked in ((signal.SIG_DFL, True), (signal.SIG_IGN, False)):
+        before = signal.signal(signal.SIGHUP, handler)
+        try:
+            with deferred_interrupts() as interrupt:
+                if asked:
+                    assert signal.getsignal(signal.SIGHUP) is interrupt
+                os.kill(os.getpid(), signal.SIGHUP if asked else signal.SIGCONT)
+                assert interrupt.asked is asked
+            assert signal.getsignal(signal.SIGHUP) is handler
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+
+def test_several_processes_are_refused(config_of, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = config_of()
+    with pytest.raises(ConfigError, match="one process") as caught:
+        train_run(config)
+    assert "--backend trl" in caught.value.fix and "--backend verl" in caught.value.fix
+    assert not Path(config.run.output_dir).exists()

@@ -1,19 +1,19 @@
-"""From a configuration to a run: what is refused before any work, each with what, got, why and fix."""
+"""A run's configuration and what is settled before it: values, references, tokenizers, and what is refused."""
 
-from __future__ import annotations
-
+import dataclasses
 import json
 import math
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from tests.training.conftest import steps_of, stored, tiny_llama
+from tests.training.conftest import IN_REWARD, steps_of, stored, tiny_llama
 
 from klamp.errors import ConfigError, DataError, KlampError, KLWarning, ModelError, RunFolderError, UnknownNameError
 from klamp.lab.ablate.one_run import evaluate
 from klamp.lab.backends import train_run
-from klamp.lab.config import TrainConfig, reference_kind
+from klamp.lab.config import ModelConfig, OptimConfig, RolloutConfig, RunConfig, TrainConfig, reference_kind
 from klamp.lab.folders import newest_policy
 from klamp.lab.models import load_model
 from klamp.lab.setup import open_inputs
@@ -158,3 +158,108 @@ def test_prompts_are_counted_and_measured(cached_nowhere: Path) -> None:
 def test_what_would_stop_a_run_is_an_error(flat: dict[str, str], text: str) -> None:
     with pytest.raises(KlampError, match=text):
         opened(**flat)
+
+
+def test_flat_values_make_the_same_configuration_again():
+    config = TrainConfig.from_flat({"kl_coef": 0.2, "seed": 4, "report_to": ["tensorboard", "wandb"], "lora_r": 8})
+    assert (config.kl.beta, config.run.seed, config.model.lora_r) == (0.2, 4, 8)
+    assert config.run.report_to == ("tensorboard", "wandb"), "lists become tuples"
+    assert TrainConfig.from_flat(config.flat()) == config
+    assert TrainConfig.from_flat({}) == TrainConfig()
+
+
+@pytest.mark.parametrize("alias", ["kl_coef", "kl_penalty", "kl_beta"])
+def test_aliases_mean_beta_and_cannot_contradict_it(alias):
+    assert TrainConfig.from_flat({alias: 0.5}).kl.beta == 0.5
+    with pytest.raises(ConfigError, match="given twice"):
+        TrainConfig.from_flat({alias: 0.5, "beta": 0.4})
+
+
+def test_an_unknown_key_names_the_nearest():
+    with pytest.raises(UnknownNameError, match="did you mean 'learning_rate'"):
+        TrainConfig.from_flat({"learning_rat": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"resume": True}, "resume needs output_dir"),
+        (IN_REWARD | {"scale_rewards": "std"}, "cannot be combined with advantages divided"),
+    ],
+)
+def test_what_cannot_work_together_is_refused(values, named):
+    with pytest.raises(KlampError, match=named) as caught:
+        TrainConfig.from_flat(values)
+    assert caught.value.fix, "and the way out is given"
+
+
+def test_an_early_stop_that_never_comes_is_warned_of():
+    with pytest.warns(KLWarning, match="kl_early_stop=0.1 has no effect: it needs num_iterations of 2 or more"):
+        TrainConfig.from_flat({"kl_early_stop": 0.1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLWarning)
+        TrainConfig.from_flat({"kl_early_stop": 0.1, "num_iterations": 2, "kl_off_policy": "token"})
+
+
+@pytest.mark.parametrize(
+    ("values", "text", "mended"),
+    [
+        ({"learning_rate": 5.0}, "learning_rate=5 moves each weight", {"learning_rate": 0.02}),
+        ({"max_steps": 1}, "warmup_steps=10 with max_steps=1", {"warmup_steps": 0}),
+        ({"max_steps": 1}, "leaves the only step a learning rate of 0", {"max_steps": 2}),
+        (
+            {"max_steps": 1, "warmup_steps": 0, "kl_warmup_steps": 3},
+            "the only step a beta of 0",
+            {"kl_warmup_steps": 0},
+        ),
+        (
+            {"max_steps": 1, "warmup_steps": 0, "teacher_model": "m", "teacher_warmup_steps": 3, "teacher_coef": 0.5},
+            "the only step a teacher_coef of 0",
+            {"teacher_warmup_steps": 0},
+        ),
+        ({"max_steps": 1, "backend": "trl"}, "warmup_steps=10", {"num_iterations": 2, "kl_off_policy": "token"}),
+    ],
+)
+def test_a_rate_that_destroys_and_factors_that_are_0_are_warned_of(values, text, mended) -> None:
+    with pytest.warns(KLWarning, match=text):
+        TrainConfig.from_flat(values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLWarning)
+        TrainConfig.from_flat(values | mended)
+
+
+NAN = float("nan")
+SECTIONS = (ModelConfig, RolloutConfig, OptimConfig, RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "named"),
+    [
+        (RolloutConfig, {"num_generations": 0}, "num_generations must be a whole number >= 1"),
+        (RolloutConfig, {"prompts_per_step": 0}, "prompts_per_step"),
+        (RolloutConfig, {"max_completion_length": 0}, "max_completion_length"),
+        (RolloutConfig, {"temperature": 0.0}, "temperature"),
+        (RolloutConfig, {"temperature": NAN}, "temperature"),
+        (RolloutConfig, {"temperature": 1e-300}, "temperature"),
+        (RolloutConfig, {"top_p": 0.0}, "top_p"),
+        (OptimConfig, {"adam_beta1": NAN}, r"(?s)adam_beta1 must be a number in \[0, 1\).*default"),
+        (OptimConfig, {"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
+        (ModelConfig, {"lora_r": -1}, "lora_r"),
+        (RunConfig, {"stop_on": ("kl-spik",)}, "did you mean 'kl-spike'"),
+        *((RunConfig, {"seed": seed}, "seed") for seed in (-1, 2**32, 10**400)),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(section, values, named):
+    with pytest.raises(KlampError, match=named) as caught:
+        section(**values)
+    assert caught.value.fix, "and the way out is given"
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_is_read_only_takes_names_only_and_its_defaults_work(section):
+    made = section()
+    name = dataclasses.fields(section)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(made, name, getattr(made, name))
+    with pytest.raises(TypeError):
+        section(getattr(made, name))

@@ -1,7 +1,5 @@
 """Work that is not done: counted in forward passes and rows, and without a trace in the numbers."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 

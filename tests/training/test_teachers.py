@@ -1,7 +1,5 @@
 """Teachers in klamp's own loop: their numbers, their prompts, their rows, and what is refused before any work."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

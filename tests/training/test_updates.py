@@ -1,19 +1,23 @@
-"""Updates: the gradient of the whole batch, however it is computed, and that of the formula written plainly."""
-
-from __future__ import annotations
+"""Updates: the gradient is that of `grpo_loss` on the whole batch of plain forwards, however it is computed."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from tests.training import plain
+from tests.batches import changed, flat_batch
 from tests.training.conftest import IN_ADVANTAGE, IN_REWARD, disturb, in_parts, rollout_of
 from torch.optim import SGD, AdamW
 
+from klamp.core.advantages import group_advantages
+from klamp.core.estimators import exact_kl
+from klamp.core.objective import grpo_loss
+from klamp.core.penalty import advantages_with_kl
+from klamp.core.term import measure, prepare, sequence_gate_kl
 from klamp.errors import NonFiniteError
 from klamp.lab import updates
 from klamp.lab.updates import update, with_old_logprobs
 from klamp.scoring import completions
+from klamp.scoring.scorer import score
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +75,43 @@ def one_update(context, start, *, parts=1):
     return gradient, rollout, output
 
 
+def whole_loss(context, rollout, *, old=None):
+    """klamp's loss of the step from plain forwards of both models, and the policy's log-probabilities; tests/core and
+    tests/golden hold that loss."""
+    config, term = context.config, context.objective.terms[0].term
+    logits, ref_logits = (
+        score(model, rollout.completions, temperature=config.rollout.temperature).logits
+        for model in (context.policy, context.reference.model)
+    )
+    ids, size = rollout.completions.ids[..., None], config.rollout.num_generations
+    own, ref = (x.log_softmax(-1).gather(-1, ids)[..., 0] for x in (logits, ref_logits.detach()))
+    reverse, forward = (exact_kl(logits, ref_logits.detach(), direction=way) for way in ("reverse", "forward"))
+    every = context.exact_completions == size
+
+    def formed(rewards):
+        return group_advantages(rewards, size, scale=config.loss.scale, baseline=config.loss.advantage_baseline)
+
+    batch = flat_batch(
+        policy_logprobs=own,
+        mask=rollout.mask,
+        advantages=formed(rollout.rewards),
+        old_logprobs=old,
+        ref_logprobs=ref,
+        sampler_logprobs=rollout.completions.sampler_logprobs,
+        exact_kl=reverse if every else None,
+        exact_kl_forward=forward if every else None,
+        kl_mask=rollout.kl_mask if config.kl.excludes else None,  # tests/training/test_sampling.py holds it
+        reference_length=context.control.reference_length or config.kl.kl_reference_length,
+        group_size=size,
+    )
+    if term.clip_method != "none":
+        batch = changed(batch, gate_kl=sequence_gate_kl(measure(batch, term)))
+    if term.placement == "reward":
+        advantages = advantages_with_kl(rollout.rewards, prepare(batch, term), beta=BETA, advantages=formed)
+        batch = replace(batch, advantages=advantages)
+    return grpo_loss(batch, context.objective.weighted(BETA)), own.detach()
+
+
 def assert_equal(gradient, expected, *, tolerance=1e-6):
     """Equal up to the tolerance, as a share of the whole gradient's norm where that is above 1."""
     assert gradient.keys() == expected.keys()
@@ -81,19 +122,19 @@ def assert_equal(gradient, expected, *, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_an_update_is_the_plain_formula_on_the_whole_batch_in_any_number_of_parts(context_of, name):
+def test_an_update_is_that_of_the_whole_batch_in_any_number_of_parts(context_of, name):
     context, start = moved(context_of(beta=BETA, max_grad_norm=0.0, **VARIANTS[name]))
     gradient, rollout, output = one_update(context, start)
 
     context.policy.load_state_dict(start)
     context.policy.zero_grad()
-    expected = plain.loss_of(context, rollout, beta=BETA)
-    expected.total.backward()
+    expected, _ = whole_loss(context, rollout)
+    expected.loss.backward()
     assert_equal(gradient, {n: p.grad for n, p in context.policy.named_parameters()}, tolerance=3e-6)
     assert max(float(g.abs().max()) for g in gradient.values()) > 0.01
-    named = {"train/loss": expected.total, "train/policy_loss": expected.policy, "train/kl_penalty": expected.kl}
-    for key, value in named.items():
-        assert output.losses[key] == pytest.approx(float(value.detach()), abs=2e-6), key
+    named = {"train/kl_penalty": 0.0} | expected.metrics | {"train/loss": expected.loss.detach()}
+    for key in ("train/loss", "train/policy_loss", "train/kl_penalty"):
+        assert output.losses[key] == pytest.approx(float(named[key]), abs=2e-6), key
 
     for parts in (2, 3, 7):
         split, other, output_in_parts = one_update(context, start, parts=parts)
@@ -129,33 +170,22 @@ def test_shared_prompts_and_rows_by_length_change_no_update_in_any_number_of_par
         assert all(plan.shared for plan in plans if len(plan.buckets) > 1) and any(plan.shared for plan in plans)
 
 
-def test_the_variants_are_all_different(context_of):
-    """Guards the test above: a setting that changed nothing would prove nothing."""
-    names = {}
-    for name, changes in VARIANTS.items():
-        gradient, _, output = one_update(*moved(context_of(beta=BETA, max_grad_norm=0.0, **changes)))
-        norm = float(torch.cat([g.flatten() for g in gradient.values()]).norm())
-        names[round(norm, 5), round(output.losses["train/loss"], 5)] = name
-    assert len(names) == len(VARIANTS) - 1, "bnpo is dapo but for its ratio bound, which a first update never meets"
-
-
 def test_later_updates_take_ratios_against_the_policy_before_the_first(context_of):
     context, _ = moved(context_of(beta=BETA, max_grad_norm=0.0, loss_type="dapo"))
     optimizer, objective = SGD(context.policy.parameters(), lr=0.5), context.objective.weighted(BETA)
     rollout = rollout_of(context, beta=BETA)
-    before = [row.policy.detach() for row in plain.rows_of(context, rollout)]
+    _, before = whole_loss(context, rollout)
     first = update(context, optimizer, rollout, objective)
     rollout = with_old_logprobs(rollout, first)
     for _ in range(2):  # the third must not take the second for old
-        expected = plain.loss_of(context, rollout, beta=BETA, old=before)
+        expected, _ = whole_loss(context, rollout, old=before)
         output = update(context, optimizer, rollout, objective)
         rollout = with_old_logprobs(rollout, output)
-        assert output.losses["train/loss"] == pytest.approx(float(expected.total.detach()), abs=1e-5)
-        assert output.losses["train/policy_loss"] == pytest.approx(float(expected.policy.detach()), abs=1e-5)
-    ratios = [
-        (row.policy.detach() - was).exp() for row, was in zip(plain.rows_of(context, rollout), before, strict=True)
-    ]
-    assert (torch.cat(ratios) - 1).abs().max() > 0.2
+        assert output.losses["train/loss"] == pytest.approx(float(expected.loss.detach()), abs=1e-5)
+        policy_loss = expected.metrics["train/policy_loss"]
+        assert output.losses["train/policy_loss"] == pytest.approx(float(policy_loss), abs=1e-5)
+    ratio = (whole_loss(context, rollout)[1] - before).exp()
+    assert (ratio - 1)[rollout.mask].abs().max() > 0.2
     assert 0 < output.losses["policy/ratio_clipped"] < 1
     assert first.losses["policy/ratio_clipped"] == 0
 

@@ -1,7 +1,5 @@
 """A vLLM server as the reference: a local reference's numbers, and every mismatch refused before any work."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import suppress
 from dataclasses import replace

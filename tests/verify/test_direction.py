@@ -1,7 +1,5 @@
 """The answer about the k3 formula: right by other routes, and able to fail."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

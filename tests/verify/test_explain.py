@@ -1,7 +1,5 @@
 """Explanations: the sentences follow from what is measured, the equations are what the configuration computes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

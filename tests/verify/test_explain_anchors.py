@@ -1,7 +1,5 @@
 """What is said of a teacher and the sampler: where a run ends, what it costs, whose gradient it follows."""
 
-from __future__ import annotations
-
 import functools
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Whole steps, enumerated: against sampled steps, against the oracle, and in groups where they matter."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,19 +1,19 @@
-"""Printed formulas: what is measured of each, and the sentences that follow from it and change with it."""
-
-from __future__ import annotations
+"""Printed formulas, functions with known faults, configurations: what is measured, and the sentences that follow."""
 
 import functools
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from klamp.errors import UnknownNameError
-from klamp.verify.judge import FORMS, Explanation, explain_form, judge_value
-from klamp.verify.oracle import expected_pull, in_reward
-from klamp.verify.worlds import random_positions
+from klamp.config import KLConfig, LossConfig
+from klamp.core.gradients import kl_penalty
+from klamp.errors import ShapeError, UnknownNameError
+from klamp.verify.explain import measure_config
+from klamp.verify.judge import FORMS, Explanation, explain_form, judge
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "exact-kl"])
@@ -28,25 +28,6 @@ def test_the_formula_is_the_printed_one(name: str) -> None:
     }[name]
     by_hand = [printed(p, r) for p, r in zip(policy[0].tolist(), ref[0].tolist(), strict=True)]
     assert FORMS[name].function(policy, ref)[0].tolist() == pytest.approx(by_hand, abs=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("name", "estimates", "follows", "factor"),
-    [
-        ("k1-as-loss", "KL(policy||ref)", "zero", 0.0),
-        ("minus-k1", "minus KL(policy||ref)", "zero", 0.0),
-        ("ratio-weighted", "neither KL", "none of these", 0.0),
-        ("exact-kl", "KL(policy||ref)", "reverse", 1.0),
-        ("k3-as-loss", "KL(policy||ref)", "forward", 1.0),
-    ],
-)
-def test_what_each_estimates_and_whose_gradient_it_follows(
-    name: str, estimates: str, follows: str, factor: float
-) -> None:
-    form, positions = FORMS[name], random_positions(3)
-    assert judge_value(form.value, positions).estimates == estimates
-    loss = in_reward(form.value) if form.use == "reward" else form.value
-    assert expected_pull(positions, loss).follows == (follows, pytest.approx(factor))
 
 
 @functools.cache
@@ -85,3 +66,102 @@ def test_another_name_is_refused() -> None:
     assert set(FORMS) == {name for name, _ in VERDICTS}
     with pytest.raises(UnknownNameError, match="did you mean 'minus-k1"):
         explain_form("minus-k2")
+
+
+def k1(policy: Tensor, ref: Tensor) -> Tensor:
+    return policy - ref
+
+
+def k2(policy: Tensor, ref: Tensor) -> Tensor:
+    return (policy - ref) ** 2 / 2
+
+
+def k3(policy: Tensor, ref: Tensor) -> Tensor:
+    return torch.exp(ref - policy) - (ref - policy) - 1
+
+
+def klamps(policy: Tensor, ref: Tensor) -> Tensor:
+    return kl_penalty(policy, ref, torch.ones_like(policy, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("function", "estimates", "as_loss", "in_reward"),
+    [
+        (k1, "KL(policy||ref)", "zero", "KL(policy||ref)"),
+        (lambda p, r: r - p, "minus KL(policy||ref)", "zero", "minus KL(policy||ref)"),
+        (k2, "neither KL", "KL(policy||ref)", "neither KL"),
+        (k3, "KL(policy||ref)", "KL(ref||policy)", "KL(policy||ref) minus KL(ref||policy)"),
+        (lambda p, r: 0.5 * k2(p, r), "neither KL", "0.5 x KL(policy||ref)", "neither KL"),
+        (lambda p, r: (p - r).exp() * (p - r), "neither KL", "neither KL", "neither KL"),
+        (lambda p, r: (p - p.detach()).exp() * k3(p, r), "KL(policy||ref)", "KL(policy||ref)", None),
+        (klamps, "KL(policy||ref)", "KL(policy||ref)", None),
+    ],
+)
+def test_value_and_gradient_are_named(function, estimates: str, as_loss: str, in_reward: str | None) -> None:
+    judgement = judge(function)
+    assert judgement.value.estimates == estimates
+    assert judgement.gradient.follows.in_words == as_loss
+    if in_reward is not None:
+        assert judge(function, use="reward").gradient.follows.in_words == in_reward
+
+
+def test_numbers_of_value_and_gradient() -> None:
+    biased = judge(lambda p, r: 1.1 * (p - r))
+    assert biased.value.relative_bias == pytest.approx(0.1, abs=1e-12)
+    assert biased.value.expected == pytest.approx(1.1 * biased.value.reverse_kl)
+    assert biased.value.lowest < 0 < biased.value.standard_deviation
+    judgement = judge(k3)
+    assert judgement.value.lowest >= 0
+    assert 0 < judgement.gradient.cosine_reverse < 0.99
+    assert judge(k1).gradient.cosine_reverse == 0.0
+    assert judge(k2).gradient.share == pytest.approx(1.0)
+
+
+def test_a_function_that_computes_in_float32_is_still_recognised() -> None:
+    judgement = judge(lambda p, r: k3(p.float(), r.float()))
+    assert (judgement.value.estimates, judgement.gradient.follows.name) == ("KL(policy||ref)", "forward")
+
+
+def test_a_detached_value_has_no_gradient_and_an_exception_is_the_callers() -> None:
+    assert judge(lambda p, r: (p - r).detach()).gradient.follows.name == "zero"
+    with pytest.raises(ZeroDivisionError):
+        judge(lambda p, r: p / (1 // 0))
+
+
+@pytest.mark.parametrize("function", [lambda p, r: (p - r).mean(), lambda p, r: 1.0, lambda p, r: (p - r).flatten()])
+def test_what_returns_no_number_per_token_is_refused(function) -> None:
+    with pytest.raises(ShapeError, match="one number per token"):
+        judge(function)
+
+
+def test_an_unknown_use_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="use"):
+        judge(k1, use="advantage")  # type: ignore[arg-type]
+
+
+@functools.cache
+def measure(loss: LossConfig | None = None, **choices: object):
+    return measure_config(KLConfig(**choices), loss or LossConfig())
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_k1s_own_gradient_is_nothing_but_noise() -> None:
+    facts = measure(LossConfig(loss_type="dapo"), kl_estimator="k1", kl_gradient="own")
+    assert facts.position.follows.name == facts.sequence.follows.name == "zero" and facts.reduced == (1, 1)
+    assert (facts.sequence.share, facts.noise) == (0.0, math.inf)
+    assert measure(kl_gradient="none").noise == 0, "no completion has a gradient"
+    assert facts.off_policy.follows.name == "none of these"
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_divided_by_the_own_length_k1_is_not_null() -> None:
+    facts = measure(LossConfig(loss_type="grpo"), kl_estimator="k1", kl_gradient="own")
+    assert facts.reduced == (0, 0) and measure(kl_estimator="k1", kl_gradient="own").reduced == (1, 1)
+
+
+def test_beta_clip_and_controller_keep_the_direction() -> None:
+    """What a gradient follows off-policy and in the reward: tests/verify/test_sentences.py."""
+    other = measure(beta=0.5, kl_clip_method="hard", target_kl=0.05, beta_max=0.9, kl_clip_threshold=0.01)
+    assert other.sequence == measure().sequence
+    in_reward = measure(kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
+    assert math.isnan(in_reward.value_bias)

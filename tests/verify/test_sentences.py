@@ -1,8 +1,6 @@
 """What `klamp explain` says of drawn configurations, enumerated in worlds of other seeds, lengths and spreads than
 those of the measurement: which divergence a gradient or a value is, and the advice that goes with it."""
 
-from __future__ import annotations
-
 import functools
 import re
 import warnings

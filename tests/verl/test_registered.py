@@ -1,7 +1,5 @@
 """The module that verl imports in each of its processes: the import itself makes klamp's names known there."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

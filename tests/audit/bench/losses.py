@@ -1,7 +1,5 @@
 """Losses of single tokens, and advantages, from which the benches of the check put their losses together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any

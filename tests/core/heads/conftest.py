@@ -1,7 +1,5 @@
 """Fixtures of the tests of the heads."""
 
-from __future__ import annotations
-
 import pytest
 
 from klamp.core.heads import tiles

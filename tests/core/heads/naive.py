@@ -1,7 +1,5 @@
 """Small heads with their naive counterparts, for the tests of `klamp.core.heads`."""
 
-from __future__ import annotations
-
 import math
 
 import torch

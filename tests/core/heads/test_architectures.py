@@ -1,7 +1,5 @@
 """The heads of real architectures in terms of `linear_logprobs`: bias, soft cap, and the factors that they scale by."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The exact KL without logits: equal to `exact_kl` in value and gradient, never negative, in bounded memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

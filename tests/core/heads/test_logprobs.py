@@ -1,7 +1,5 @@
 """Heads without logits: equal to the naive ones in value and gradient, at any tile size, in bounded memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

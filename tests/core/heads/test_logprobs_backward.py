@@ -1,7 +1,5 @@
 """The passes of `linear_logprobs` over tiles: entropy, gradients formed on the way, low precision, work left out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Products kept in the memory of the weight gradient: fewer products, the same gradients, one buffer per weight."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

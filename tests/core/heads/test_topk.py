@@ -1,7 +1,5 @@
 """Several tokens per row, the k likeliest, and the KL over a head of them, from hidden states: as with all logits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

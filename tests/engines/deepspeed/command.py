@@ -1,7 +1,5 @@
 """`klamp` under DeepSpeed on CPU processes, as it would be on GPUs: STAGE WORD ...; `bf16` is ZeRO-2 in bfloat16."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

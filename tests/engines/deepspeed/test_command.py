@@ -1,7 +1,5 @@
 """`klamp train --backend trl` on two processes under DeepSpeed: the numbers of plain data parallelism."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

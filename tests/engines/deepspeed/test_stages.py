@@ -1,7 +1,5 @@
 """klamp's KL in TRL on two processes under DeepSpeed: the losses, KLs and betas of plain data parallelism."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

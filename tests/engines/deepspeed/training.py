@@ -3,8 +3,6 @@
 The results of a process go into FOLDER/KIND-RANK.json; see test_stages.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A tiny model, its tokenizer, trainers of Unsloth's around it, and the comparison of one loss with another."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple

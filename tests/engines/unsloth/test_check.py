@@ -1,7 +1,5 @@
 """`klamp.trl.check` on Unsloth's trainer, whose log-probabilities are arguments of its loss function."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

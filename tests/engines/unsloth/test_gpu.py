@@ -4,8 +4,6 @@ The same matrix as without one. Weights and activations are half precision there
 compared as such; that of the log-probabilities, which Unsloth keeps in float32, to 1e-6.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

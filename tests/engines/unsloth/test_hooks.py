@@ -1,7 +1,5 @@
 """On Unsloth: klamp's KL in its loss, what is refused, and what is said to be in force."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Unsloth's loss function: what stands in its place, its columns, its versions and its silent clamps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Its own functions build the masks and score, on tokens that a model of a few thousand weights sampled.
 """
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

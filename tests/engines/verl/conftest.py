@@ -1,7 +1,5 @@
 """verl as it was before each test: what `register` changes is put back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

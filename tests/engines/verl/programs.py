@@ -1,7 +1,5 @@
 """klamp's program around a real verl on the CPU: each run by itself, under a time limit, with all it started killed."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -3,8 +3,6 @@
 No run is started here: `tests/engines/verl/test_whole_runs.py` makes whole ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """verl's own actor loss under `klamp.check`: `register(check=True)`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tests.engines.verl.actor import Step, actor_loss

@@ -1,7 +1,5 @@
 """What klamp's driver settles over a whole batch, through verl's own `ppo_loss` and trainer class."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """klamp's KL through verl's own `ppo_loss`."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

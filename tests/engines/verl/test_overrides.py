@@ -1,7 +1,5 @@
 """The overrides, through Hydra and verl's own configuration, back to the KL that was asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """klamp's masks and weights against verl's own functions, which have the same names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

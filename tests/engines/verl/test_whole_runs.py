@@ -3,8 +3,6 @@
 Scores differ from run to run (verl draws its own sample), so that numbers are asserted within bounds.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """TRL's trainer with a real vLLM on the CPU and fast scoring, and TRL's own scoring of the same completions: MODEL."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

@@ -1,7 +1,5 @@
 """Programs around a real vLLM, each run by itself: an engine takes processes of its own, and may hang."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real vLLM server on the loopback, in a session of its own that is killed at the end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

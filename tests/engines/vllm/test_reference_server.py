@@ -1,7 +1,5 @@
 """A real vLLM server as the reference: the numbers of a local one, and its mismatches refused before any work."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path

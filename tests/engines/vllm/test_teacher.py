@@ -1,7 +1,5 @@
 """A real vLLM server teaches a student that TRL trains, whose completions a real vLLM writes too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs by TRL whose completions a real vLLM writes: its weights are those of the policy at every step."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

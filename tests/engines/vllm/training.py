@@ -1,7 +1,5 @@
 """`klamp train --backend trl` with completions of vLLM's on the CPU, and what it logged: FLAG ..."""
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

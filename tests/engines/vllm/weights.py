@@ -3,8 +3,6 @@
 The server's worker imports this module, since `--worker-extension-cls` names it; `use_here` is for the trainer.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Several processes, in the place of accelerate's: threads that wait for each other."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

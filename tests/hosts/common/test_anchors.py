@@ -1,7 +1,5 @@
 """What every loop checks of its anchors: the KL that starts at 0 or the reason, prompts, tokens."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 from typing import Any

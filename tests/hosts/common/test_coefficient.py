@@ -1,7 +1,5 @@
 """The coefficient: a number to look at, a penalty when multiplied, and never used twice or not at all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,14 +8,7 @@ from tests.batches import read
 
 from klamp.core.term import KLTerm
 from klamp.errors import UnsupportedVersion
-from klamp.hosts.common.coefficient import (
-    Coefficient,
-    ShiftedInputs,
-    batch_of,
-    check_once,
-    gated_penalty,
-    loss_mask,
-)
+from klamp.hosts.common.coefficient import Coefficient, ShiftedInputs, batch_of, check_once, gated_penalty, loss_mask
 
 KL = torch.full((2, 3), 7.0)
 

@@ -1,7 +1,5 @@
 """beta in every trainer: which KL they go by, when it stops a run, what a checkpoint holds."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from klamp.config import KLConfig
@@ -59,6 +57,7 @@ def test_a_kl_that_is_not_finite_stops_the_run_and_changes_nothing(name: str, kl
 
 @pytest.mark.filterwarnings("ignore:The KL is")
 @pytest.mark.parametrize("name", CONTROLLERS)
+@settings(max_examples=20)
 @given(kls=st.lists(st.floats(0, 2), min_size=1, max_size=8), cut=st.integers(0, 7))
 def test_a_checkpoint_continues_where_it_was(name: str, kls: list[float], cut: int) -> None:
     whole, first, second = (control_of(name) for _ in range(3))

@@ -1,7 +1,5 @@
 """What is in force, in words: one form for every host, a line per field."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """klamp's options in a host's arguments: all of them, none set by itself, each with its help."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from dataclasses import dataclass

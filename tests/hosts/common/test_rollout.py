@@ -1,7 +1,5 @@
 """What is settled of a whole generation batch: the same however it lies over processes, before it is split further."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sampler and trainer held against the model's weights: the usual faults, each planted and named."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

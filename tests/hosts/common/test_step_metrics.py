@@ -1,7 +1,5 @@
 """The metrics of a step against plain loops over its tokens, whatever stands in the masked places."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

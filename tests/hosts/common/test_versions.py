@@ -1,7 +1,5 @@
 """Which versions of a host are taken: asked on use, never on import, and the range is in the answer."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from importlib import metadata

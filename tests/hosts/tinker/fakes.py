@@ -1,7 +1,5 @@
 """Datums and clients that look like the SDK's and are not: plain tensors in float64, answers made up."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """`klamp.tinker.check` inside a custom loss, through the real SDK over real HTTP."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 import pytest

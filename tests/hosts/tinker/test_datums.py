@@ -1,7 +1,5 @@
 """Datums, built and read as padded tensors: everything stands where its token stands, or is refused with its datum."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

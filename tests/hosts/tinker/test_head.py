@@ -1,7 +1,5 @@
 """A teacher's head through a sampling client: asked for, put into datums, and the KL over it with a sampled tail."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

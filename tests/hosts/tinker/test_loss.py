@@ -1,18 +1,25 @@
-"""compute_grpo_kl_loss: klamp's own loss on ragged datums, whatever the configuration."""
+"""klamp's loss at Tinker: its options, its numbers, and its gradient over the wire."""
 
-from __future__ import annotations
-
+import functools
 import math
+import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import tinker
 import torch
+from tests.config.drawn import FIELDS, accepted
 from tests.hosts.tinker.fakes import column, fake_batch, slopes
+from tests.hosts.tinker.wire import assert_same_gradient, by_autograd, datums, move, over_the_wire
 
-from klamp import KLConfig
+from klamp import KLConfig, LossConfig
+from klamp.config import KLWarning, TeacherConfig
 from klamp.core.masking import Totals
-from klamp.errors import ConfigError, NonFiniteError, ShapeError
-from klamp.tinker import compute_grpo_kl_loss, count_tokens
+from klamp.errors import ConfigError, DataError, NonFiniteError, ShapeError, UnknownNameError
+from klamp.hosts.tinker.loss import PLAIN_SUM, LossCall
+from klamp.tinker import compute_grpo_kl_loss, effective, forward_backward_kl
+from klamp.tinker.testing import Fault
 
 NAN, INF = math.nan, math.inf
 
@@ -32,20 +39,6 @@ def test_the_plain_sum_at_coefficient_0_is_the_built_in_ppo():
         assert metrics["train/denominator"] == 1
     mean, metrics = compute_grpo_kl_loss(data, policies, 0.0, 0.05)
     assert metrics["train/denominator"] == 12 and mean.item() == pytest.approx(loss.item() / 12, rel=1e-12)
-
-
-def test_calls_that_share_an_optimizer_step_add_up_with_totals():
-    data, policies = fake_batch()
-    whole, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
-    totals = count_tokens(data)
-    assert totals == Totals(sequences=4.0, tokens=12.0, kl_tokens=12.0)
-    parts = [
-        compute_grpo_kl_loss(data[cut], policies[cut], kl_coef=0.5, totals=totals) for cut in (slice(0, 1), slice(1, 4))
-    ]
-    both = parts[0][0] + parts[1][0]
-    torch.testing.assert_close(both, whole, rtol=1e-13, atol=0)
-    torch.testing.assert_close(slopes(both, policies), slopes(whole, policies), rtol=1e-12, atol=1e-15)
-    assert parts[0][1]["train/denominator"] == 12
 
 
 def test_a_datum_without_a_token_to_train_on_gets_zeros_and_no_nan():
@@ -108,3 +101,172 @@ def test_a_clip_needs_whole_groups_and_a_reference_length():
         compute_grpo_kl_loss(data, policies, kl=clipped, group_size=2)
     _, metrics = compute_grpo_kl_loss(data, policies, kl=known, group_size=2)
     assert metrics["kl/budget"] == pytest.approx(0.1 * 5)
+
+
+CONFIGURATIONS = {
+    "kl_coef": {"kl_coef": 0.3},
+    "sequence": {"kl": KLConfig(beta=0.3, kl_horizon="sequence", kl_off_policy="sequence")},
+    "clip": {
+        "kl": KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.5, use_per_token_kl_threshold=False),
+        "group_size": 2,
+        "loss": LossConfig(loss_type="grpo"),
+    },
+    "advantage": {"kl": KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_gradient_over_the_wire_is_that_of_autograd(trainer, reference, standin, name):
+    data, options = datums(reference), CONFIGURATIONS[name]
+    move(trainer, data)
+    with warnings.catch_warnings():
+        for kind in (FutureWarning, DeprecationWarning):
+            warnings.simplefilter("error", kind)
+        result = forward_backward_kl(trainer, data, **options).result()
+    found = over_the_wire(standin)
+    value, expected = by_autograd(standin, data, functools.partial(compute_grpo_kl_loss, **options))
+    assert_same_gradient(found, expected)
+    assert result.metrics["train/loss"] == pytest.approx(value, abs=1e-6)
+    assert result.metrics["kl/k3"] > 1e-3
+
+
+def test_bad_data_is_refused_before_anything_is_sent(trainer, reference, standin):
+    data = datums(reference)
+    requests = standin.requests.total()
+    broken = datums(reference)
+    del broken[2].loss_fn_inputs["ref_logprobs"]
+    asked = standin.requests["forward_backward"]
+    with pytest.raises(DataError, match="datum 2 has no 'ref_logprobs'"):
+        forward_backward_kl(trainer, broken, 0.3)
+    broken[2].loss_fn_inputs["ref_logprobs"] = tinker.TensorData.from_torch(torch.full((5,), math.nan))
+    with pytest.raises(NonFiniteError, match="datum 2: ref_logprobs"):
+        forward_backward_kl(trainer, broken, 0.3)
+    assert standin.requests["forward_backward"] == asked
+    assert requests > 0
+    assert forward_backward_kl(trainer, data, 0.3).result().metrics["train/denominator"] == 10
+
+
+def test_nan_from_the_service_ends_the_step_and_names_the_datum(trainer, reference, standin):
+    data = datums(reference)
+    standin.inject(Fault(kind="nan", route="forward_backward"))
+    with pytest.raises(NonFiniteError, match="datum 0: the policy's row"):
+        forward_backward_kl(trainer, data, 0.3).result()
+    assert all(tensor.grad is None for tensor in standin.weights().values())
+
+
+def test_a_client_that_nobody_has_awaited_is_waited_for(service, standin, reference):
+    pending = service.create_lora_training_client(base_model=standin.base_model, rank=4)
+    assert forward_backward_kl(pending, datums(reference), 0.3).result().metrics["train/denominator"] == 10
+
+
+IN_REWARD = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
+
+
+def test_every_argument_arrives_and_without_one_it_is_klamps_default() -> None:
+    default = LossCall()
+    objective = default.objective
+    assert (objective.surrogate, objective.reduction, objective.beta) == ("ppo_clip", "token_mean", KLConfig.beta)
+    assert (objective.clip_low, objective.clip_high, objective.max_length) == (0.2, 0.2, None)
+    assert objective.terms[0].term == KLConfig().build_term() and not objective.trust.is_set
+    totals, teacher = Totals(sequences=4, tokens=40, kl_tokens=30), TeacherConfig(teacher_model="t", teacher_coef=0.75)
+    loss = LossConfig(surrogate="cispo", epsilon=0.1, epsilon_high=0.3, off_policy_mask_threshold=0.5)
+    around = {"loss": loss, "teacher": teacher, "max_length": 9, "group_size": 2, "totals": totals}
+    call = LossCall(0.25, None, KLConfig(beta=0.5), **around)
+    objective = call.objective
+    assert (objective.surrogate, objective.reduction, objective.max_length) == ("cispo", "fixed_length", 9)
+    assert (objective.clip_low, objective.clip_high, objective.beta) == (0.1, 0.3, 0.25)
+    assert objective.trust == loss.trust and [each.coefficient for each in objective.terms[1:]] == [0.75]
+    assert (call.whole, call.group_size) == (totals, 2)
+    plain = LossCall(loss=loss, normalizer="token_sum")
+    assert (plain.objective.reduction, plain.objective.surrogate, plain.whole) == ("token_mean", "cispo", PLAIN_SUM)
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+@pytest.mark.parametrize("kl", [KLConfig(beta=0), KLConfig(reference="sampler"), KLConfig(**IN_REWARD)])
+def test_where_no_reference_is_read_the_datums_need_none(kl: KLConfig) -> None:
+    data, policies = fake_batch()
+    for datum in data:
+        del datum.loss_fn_inputs["ref_logprobs"]
+    compute_grpo_kl_loss(data, policies, kl=kl)
+    with pytest.raises(DataError, match="ref_logprobs"):
+        compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.1))
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    *(({"kl_coef": x}, "kl_coef must be a number") for x in ("0.1", -0.1, math.nan)),
+    ({"kl": {"beta": 0.1}}, "kl must be a KLConfig"),
+    ({"loss": "ppo"}, "loss must be a LossConfig"),
+    ({"teacher": "t"}, "teacher must be a TeacherConfig"),
+    *(({"cliprange": x}, "cliprange must be a number") for x in ("0.2", True, 1.5, (0.1, 0.2))),
+    ({"cliprange": 0.2, "loss": LossConfig()}, "cliprange and loss both give the bounds"),
+    ({"group_size": 0}, "group_size must be a whole number"),
+    ({"max_length": 1.5}, "max_length must be a whole number"),
+    ({"totals": (4, 40, 40)}, "totals must be a Totals"),
+    ({"kl": KLConfig(beta=0.1, kl_estimator="exact")}, "kl_estimator='exact' cannot be honoured by Tinker"),
+    (
+        {"loss": LossConfig(rollout_rs="seq_max_exact", rollout_rs_threshold=0.1)},
+        "rollout_rs='seq_max_exact' cannot be",
+    ),
+    ({"kl": KLConfig(beta=0.1, **IN_REWARD), "loss": LossConfig(scale_rewards="std")}, "the KL in the reward cannot"),
+    ({"kl": KLConfig(kl_normalizer="sequence_mean"), "normalizer": "token_sum"}, "normalizer='token_sum' cannot be"),
+]
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize(("arguments", "words"), BAD, ids=str)
+def test_a_bad_argument_is_refused_in_words(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{words}") as caught:
+        LossCall(**arguments)
+    assert caught.value.why and caught.value.fix
+    with pytest.raises(UnknownNameError, match="token_sum"):
+        LossCall(normalizer="token_sun")  # type: ignore[arg-type]
+
+
+def notes(**arguments: Any) -> str:
+    return "; ".join(effective(**arguments).notes)
+
+
+def test_the_words_are_those_of_the_call() -> None:
+    (default,) = effective().terms
+    (given,) = effective(0.3, kl=KLConfig(beta=0.04)).terms
+    assert (default.beta, default.controller, given.beta) == (KLConfig.beta, "fixed", 0.3)
+    assert "kl_coef" in given.controller
+    assert effective(0.0).terms == () and "term       none" in str(effective(0.0)).splitlines()
+    assert given.price.startswith("0.3 reward per nat of a whole completion, if advantages are")
+    own = KLConfig(kl_normalizer="sequence_sum", kl_clip_method="hard", kl_reference_length=9)
+    assert effective(kl=own).terms[0].price.startswith("unknown")
+    assert effective(kl=own).terms[0].clip == "hard clip at 0.5 nats x 9 tokens"
+    assert "completions * max_length" in effective(loss=LossConfig(), max_length=16).normalizer
+    assert effective(normalizer="token_sum").normalizer == "sum over the tokens of the call"
+
+
+def test_a_controller_or_schedule_moves_nothing_unless_the_caller_does() -> None:
+    for kl in (KLConfig(target_kl=0.05), KLConfig(kl_schedule="linear"), KLConfig(kl_warmup_steps=3)):
+        assert "kl_coef=controller.value" in notes(kl=kl) and notes(kl=kl, kl_coef=0.1) == ""
+    grows = TeacherConfig(teacher_model="t", teacher_schedule="cosine")
+    assert "teacher_coef=teacher.coefficient" in notes(teacher=grows)
+    assert notes(kl=KLConfig()) == ""
+
+
+def test_a_kl_in_the_reward_is_the_callers_to_take() -> None:
+    data, policies = fake_batch()
+    plain, _ = compute_grpo_kl_loss(data, policies, 0.0)
+    with pytest.warns(KLWarning, match="kl_placement='reward' has no effect"):
+        found, _ = compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.3, **IN_REWARD))
+    assert found.item() == plain.item()
+    assert effective(kl=KLConfig(beta=0.3, **IN_REWARD)).terms[0].price == "0.3 reward per nat of a whole completion"
+
+
+IGNORED = [(cls, field) for cls, field in FIELDS if "tinker" in field.metadata.get("ignored_by", ())]
+
+
+@pytest.mark.parametrize(("cls", "field"), IGNORED, ids=[field.name for _, field in IGNORED])
+def test_a_field_that_no_call_reads_is_named_in_a_warning(cls: Any, field: Any) -> None:
+    name, changed = field.name, accepted(cls, field, loss_type="dapo") if cls is LossConfig else accepted(cls, field)
+    kl, loss = (changed, LossConfig(loss_type="dapo")) if cls is KLConfig else (KLConfig(), changed)
+    data, policies = fake_batch()
+    plain, _ = compute_grpo_kl_loss(data, policies)
+    with pytest.warns(KLWarning, match=f"{name}=.* has no effect"):
+        found, _ = compute_grpo_kl_loss(data, policies, kl=kl, loss=loss)
+    assert found.item() == plain.item()
+    assert f"{name}=" in notes(kl=kl, loss=loss)

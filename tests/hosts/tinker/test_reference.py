@@ -1,7 +1,5 @@
 """compute_reference_logprobs: in order, bounded, refused, over fakes and over real HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import math

@@ -1,7 +1,5 @@
 """A KL to a teacher through the datums: klamp's own loss, the cookbook's advantage, at a real client's wire."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

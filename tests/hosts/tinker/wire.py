@@ -1,7 +1,5 @@
 """Gradients over the wire and by plain autograd, of the same datums and weights."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 

@@ -1,7 +1,5 @@
 """What each of two processes does: the same runs in TRL's class and klamp's, over gloo; see test_processes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """What each of two processes does: the same distillation in TRL's class and klamp's, over gloo."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model, and a trainer whose policy has moved away from it: made once for each test file."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterator

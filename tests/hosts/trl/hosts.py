@@ -1,7 +1,5 @@
 """Tiny real models, a tokenizer trained in place, and trainers of both kinds around them."""
 
-from __future__ import annotations
-
 import atexit
 import copy
 import gc

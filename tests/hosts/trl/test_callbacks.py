@@ -1,7 +1,5 @@
 """What klamp hangs into the loop of transformers: the alarms while a run goes on, the shorter console."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`klamp.trl.check` and `CheckCallback`: real trainers, sound and broken, and what a check leaves as it was."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

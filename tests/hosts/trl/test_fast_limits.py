@@ -1,7 +1,5 @@
 """Each reason for which TRL's own scoring is used, by name; and what none of them touches."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The trainers are built once; recorded micro-batches go through both under every option, which TRL reads at each loss.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

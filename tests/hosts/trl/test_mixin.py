@@ -1,7 +1,5 @@
 """The hooks: what they add before the batch is split, when beta moves, and that a KL is never left out silently."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One configuration, two trainers: the same tensors through TRL and through klamp's own loss."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Two real processes over gloo: the stock class's losses on each, and one gate, one beta, one set of metrics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What `ReportCallback` leaves behind: the report's sections of a TRL run are filled, and the run is the same one."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the reference comes from: passed, loaded, copied in memory, following the policy."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

@@ -1,16 +1,31 @@
-"""What klamp remembers between a trainer's calls: scorings while somebody listens, lengths, rewards."""
-
-from __future__ import annotations
+"""What klamp keeps between a trainer's calls: beta over a resume, the sampler's drift, the numbers in TRL's log."""
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.hosts.trl.hosts import klamp_trainer, model
+import torch
+import trl
+from tests.hosts.trl.hosts import (
+    dataset,
+    generated,
+    klamp_trainer,
+    model,
+    plain_logits,
+    plain_logprobs,
+    saved,
+    stock_trainer,
+)
 
+from klamp.doctor.metrics import METRICS
 from klamp.errors import KLWarning
+from klamp.hosts.common.sampler_weights import START, WEIGHTS
+from klamp.hosts.trl.measure import sync_report, watch_sampler
+from klamp.hosts.trl.session import Warned
 
 OPTIONS: dict[str, Any] = {
     "beta": 0.4,
@@ -92,3 +107,123 @@ def test_a_resume_without_klamps_fields_is_told(tmp_path: Path) -> None:
     trainer = klamp_trainer(model(), tmp_path / "b", **options | {"max_steps": 2})
     with pytest.warns(KLWarning, match=r"written with klamp's KL, and no KL field is set now: beta=0.2"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def logprobs(made: Any, output: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return plain_logprobs(plain_logits(copy.deepcopy(made).eval(), output), output)
+
+
+@pytest.fixture
+def watched(trainer: Any, base: Any, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A trainer that has trained, a batch as an engine in sync would have written it, and what is said."""
+    said: list[str] = []
+    session = trainer._klamp
+    facts = session.reference._replace(is_start=True)
+    monkeypatch.setattr(trainer, "_klamp", replace(session, reference=facts, warned=Warned()))
+    monkeypatch.setattr(trainer, "_caution", said.append)
+    monkeypatch.setattr(trainer.state, "global_step", 3)
+    output = generated(trainer)
+    own = logprobs(trainer.model, output)
+    output |= {"old_per_token_logps": own, "sampling_per_token_logps": own + 1e-6}
+    return SimpleNamespace(trainer=trainer, output=output, said=said, start=logprobs(base, output), own=own)
+
+
+def test_a_sampler_that_stayed_at_the_start_is_named_once(watched: SimpleNamespace) -> None:
+    watched.output["sampling_per_token_logps"] = watched.start
+    for _ in range(2):
+        watch_sampler(watched.trainer, watched.output)
+    assert len(watched.said) == 1
+    assert "out of sync at step 4" in watched.said[0]
+    assert START in watched.said[0] and "not synced" in watched.said[0]
+    report = sync_report(watched.trainer, watched.output)
+    assert report.sides[0].gaps[START] < 1e-5
+    assert report.sides[1].gaps[WEIGHTS] < 1e-5
+
+
+def test_the_reference_is_no_start_where_it_is_another_model_or_moves(watched: SimpleNamespace) -> None:
+    watched.output["sampling_per_token_logps"] = watched.start
+    assert START in sync_report(watched.trainer, watched.output).sides[0].gaps
+    session = watched.trainer._klamp
+    watched.trainer._klamp = replace(session, reference=session.reference._replace(is_start=False))
+    assert START not in sync_report(watched.trainer, watched.output).sides[0].gaps
+
+
+def test_a_run_whose_engine_is_never_synced_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, start = trl.GRPOTrainer._generate_and_score_completions, model()
+
+    def told(self: Any, inputs: Any) -> Any:
+        output = inner(self, inputs)
+        own, stale = logprobs(self.model, output), logprobs(start, output)
+        return output | {"old_per_token_logps": own, "sampling_per_token_logps": stale}
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", told)
+    trainer = klamp_trainer(model(), tmp_path, beta=0.1, max_steps=3, learning_rate=3e-2)
+    with pytest.warns(KLWarning, match=r"Sampler and trainer are out of sync at step [23]: .*weights of the start"):
+        trainer.train()
+
+
+LOGGED: dict[str, Any] = {
+    "beta": 0.2,
+    "kl_clip_method": "hard",
+    "kl_clip_threshold": 0.01,
+    "kl_max_log_ratio": 5.0,
+    "gradient_accumulation_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "per_device_eval_batch_size": 2,
+    "trainer": {"eval_dataset": dataset().select(range(4))},
+}
+EXPECTED = {
+    *("beta", "beta/price", "kl/after_clip", "kl/before_clip", "kl/budget", "kl/exact", "kl/k1", "kl/k3"),
+    *("kl/k3_sequence", "kl/log_ratio_clamped", "kl/log_ratio_max", "kl/log_ratio_p99", "kl/over_budget"),
+    *("kl/reference_length", "length/mean", "length/repeated", "policy/logp_mean", "ref/logp_mean"),
+}
+
+
+def test_every_name_that_klamp_adds_to_trls_log_is_in_the_table(tmp_path: Path) -> None:
+    """Those that a stock run of the same kind does not have, whatever is switched on."""
+    more = {"kl_off_policy": "token", "kl_max_weight": 2.0}
+    options = {name: value for name, value in LOGGED.items() if not name.startswith("kl_")}
+    base = saved(model(), tmp_path / "base")  # TRL loads its own reference from there
+    stock = stock_trainer(base, tmp_path, **options)
+    ours = klamp_trainer(base, tmp_path, **LOGGED, **more)
+    for trainer in (stock, ours):
+        trainer.train()
+    added, own = ({name for row in t.state.log_history for name in row} for t in (ours, stock))
+    names = {name.removeprefix("eval_") for name in added - own}
+    assert names <= METRICS.keys()
+    assert names >= EXPECTED | {"kl/weights_truncated", "kl/k3_max"}
+    assert added >= EXPECTED | {f"eval_{name}" for name in EXPECTED}
+    assert all(isinstance(row.get(name, 0.0), float) for row in ours.state.log_history for name in added - own)
+
+
+def test_the_numbers_are_those_of_the_whole_step_however_it_is_split(tmp_path: Path) -> None:
+    """Two micro-batches of 4 and one of 8: the same means, percentile and positions."""
+    rows = []
+    for size, steps in ((4, 2), (8, 1)):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "learning_rate": 0.0}
+        trainer = klamp_trainer(
+            model(), tmp_path, beta=0.2, max_steps=1, trainer={"ref_model": model(seed=1)}, kl_monitor=True, **options
+        )
+        torch.manual_seed(1)
+        trainer.train()
+        rows.append(trainer.state.log_history[0])
+    names = EXPECTED & rows[0].keys()
+    assert {name: rows[1].get(name) for name in names} == pytest.approx({name: rows[0].get(name) for name in names})
+    assert rows[0]["kl/k3"] > 0.1
+    assert rows[0]["kl/log_ratio_p99"] < rows[0]["kl/log_ratio_max"] or rows[0]["num_tokens"] < 100
+
+
+@pytest.mark.parametrize("scale", ["batch", "group"])
+def test_the_spread_is_what_the_advantages_were_divided_by(tmp_path: Path, scale: str) -> None:
+    """The deviation of all rewards of the step, or the mean of those of its groups."""
+    rewards = torch.tensor([0.0, 1.0, 5.0, 9.0])
+    reward: Any = {"reward_funcs": lambda completions, **_: rewards.tolist()}
+    trainer = klamp_trainer(model(), tmp_path, beta=0.2, kl_estimator="k3", scale_rewards=scale, trainer=reward)
+    advantages = generated(trainer)["advantages"]
+    spread, centred = trainer._klamp.rollout.spread, torch.tensor([-0.5, 0.5, -2.0, 2.0])
+    expected = {"batch": 4.113, "group": (0.7071 + 2.8284) / 2}[scale]
+    assert spread == pytest.approx(expected, abs=1e-3)
+    if scale == "batch":
+        torch.testing.assert_close(advantages * spread, centred, rtol=1e-3, atol=1e-3)

@@ -1,7 +1,5 @@
 """A teacher in TRL: the same completions through TRL's loss and through klamp's own, with and without a reference."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,17 +1,33 @@
-"""Whole runs beside the stock class: every micro-batch's loss, every weight at the end."""
+"""Whole runs beside the stock class; what a trainer's KL will really do; the exact KL on request."""
 
-from __future__ import annotations
-
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import trl
-from tests.hosts.trl.hosts import LORA, arguments, build, klamp_trainer, model, run, saved, stock_trainer
+from tests.hosts.trl.hosts import (
+    LORA,
+    arguments,
+    build,
+    generated,
+    klamp_trainer,
+    model,
+    plain_logits,
+    run,
+    saved,
+    stock_trainer,
+    with_kl,
+)
 
-from klamp.errors import KLWarning
-from klamp.trl import GRPOConfig, GRPOTrainer, effective
+from klamp.config import KLConfig
+from klamp.core.estimators import exact_kl
+from klamp.errors import ConfigError, KLWarning
+from klamp.hosts.common.control import NEVER_ZERO
+from klamp.hosts.trl.reference import exact_rows, why_not_exact
+from klamp.trl import GRPOConfig, GRPOTrainer, attach, effective
 
 RUNS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
@@ -84,3 +100,129 @@ def test_a_stock_configuration_or_none_is_taken(tmp_path: Path) -> None:
     trainer = build(GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path, beta=0.2))
     assert [term.term for term in effective(trainer).terms] == ["TRL's own"]
     assert trainer.ref_model is not None
+
+
+def test_effective_reads_the_trainer_not_the_wish(tmp_path: Path) -> None:
+    stock = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
+    assert effective(stock).terms == () and effective(stock).reference == "none: beta is 0"
+    trainer = klamp_trainer(model(), tmp_path, beta=0.1, importance_sampling_level="sequence", loss_type="bnpo")
+    found = effective(trainer)
+    assert (found.terms[0].value, found.reference) == ("k3 times the policy ratio", "a frozen copy in memory")
+    assert found.normalizer == "mean over the tokens of each micro-batch (TRL's own, loss_type='bnpo')"
+    assert any("broadcasts" in note for note in found.notes)
+    assert any("micro-batch" in note for note in found.notes)
+    with_kl(trainer, KLConfig(beta=0.2, target_kl=0.05, kl_clip_method="hard", kl_reference_length=9))
+    found = effective(trainer)
+    (term,) = found.terms
+    assert (term.term, term.beta, term.value, term.placement) == ("klamp's", 0.2, "k3", "in the loss")
+    assert term.gradient == "reverse per token: KL(policy||ref)"
+    assert term.controller == "hold controller from 0.2, towards 0.05 nats per token"
+    assert term.clip == "hard clip at 0.5 nats x 9 tokens"
+    assert "beta       0.2" in str(found).splitlines()
+    with_kl(trainer, KLConfig(beta=0.2, kl_clip_method="hard"))
+    assert effective(trainer).terms[0].clip.endswith("length (the data's column, or measured at the start)")
+
+
+def test_what_is_no_trainer_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"^effective takes a trl\.GRPOTrainer") as caught:
+        effective(trl.GRPOTrainer)
+    assert caught.value.got and caught.value.why and caught.value.fix
+
+
+def test_attach_refuses_what_is_no_configuration(tmp_path: Path) -> None:
+    stock = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
+    with pytest.raises(ConfigError, match=r"kl must be a KLConfig[\s\S]*KLConfig\(\*\*kl\)"):
+        attach(stock, {"beta": 0.1})  # pyright: ignore[reportArgumentType]
+
+
+def test_the_page_shows_what_effective_prints(tmp_path: Path) -> None:
+    given = {"loss_type": "dapo", "num_generations": 8, "per_device_train_batch_size": 8}
+    given |= {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
+    lines = str(effective(klamp_trainer(model(), tmp_path, beta=0.02, **given))).splitlines()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "trl.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    assert [line for line in shown.splitlines() if line not in ("...", *lines)] == []
+
+
+def test_the_price_of_beta_is_the_one_that_is_logged(tmp_path: Path) -> None:
+    trainer = klamp_trainer(model(), tmp_path, beta=0.1, scale_rewards="none", kl_monitor=True)
+    (term,) = effective(trainer).terms
+    assert term.price == "0.2 reward per nat of a whole completion = beta 0.1 x 2 (the mean of 2 holds the own reward)"
+    trainer.train()
+    logged = {row["beta/price"] for row in trainer.state.log_history if "beta/price" in row}
+    assert logged == {0.2}
+
+
+@pytest.mark.parametrize(
+    ("options", "price"),
+    [
+        ({"scale_rewards": "batch"}, "0.2 x the standard deviation of the batch's rewards per nat"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "unknown: each reward function is divided"),
+    ],
+)
+def test_the_price_of_trls_own_beta_or_why_it_is_unknown(tmp_path: Path, options: dict[str, str], price: str) -> None:
+    trainer = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
+    trainer.beta = 0.1
+    for name, value in options.items():
+        setattr(trainer.args, name, value)
+        setattr(trainer, name, value)
+    (term,) = effective(trainer).terms
+    assert term.price.startswith(price)
+
+
+def test_what_may_surprise_is_noted(tmp_path: Path) -> None:
+    moving = klamp_trainer(model(), tmp_path, beta=0.1, reference="ema")
+    assert any("checkpoints of TRL do not hold it" in note for note in effective(moving).notes)
+    monitored = klamp_trainer(model(), tmp_path, kl_monitor=True)
+    assert monitored.beta == NEVER_ZERO
+    assert any("smallest number" in note for note in effective(monitored).notes)
+    assert effective(klamp_trainer(model(), tmp_path, beta=0.1, kl_gradient="reverse")).notes == ()
+
+
+def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, base: Any) -> None:
+    with_kl(trainer, KLConfig(beta=0.4), loss_type="grpo")
+    inputs = generated(trainer)
+    assert [kept is None for kept in inputs["klamp_ref_hidden"]] == [False, True, False, True]  # one of each group
+    trainer._metrics["train"].clear()
+    trainer.compute_loss(trainer.model, inputs)
+    with torch.no_grad():
+        exact = exact_kl(plain_logits(trainer.model, inputs), plain_logits(base, inputs))[::2]
+    mask = inputs["completion_mask"][::2]
+    expected = (exact * mask).sum() / mask.sum()
+    assert trainer._metrics["train"]["kl/exact"] == [pytest.approx(expected.item(), rel=1e-4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("_never_exact", "for its own reasons", "for its own reasons"),
+        ("is_fsdp_enabled", True, "spread over processes"),
+    ],
+)
+def test_what_stops_it(trainer: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object, reason: str) -> None:
+    exact = KLConfig(beta=0.4, kl_estimator="exact")
+    assert (exact_rows(trainer, None), exact_rows(trainer, KLConfig(beta=0.4)), exact_rows(trainer, exact)) == (0, 1, 2)
+    monkeypatch.setattr(trainer, name, value)
+    assert reason in why_not_exact(trainer) and exact_rows(trainer, KLConfig(beta=0.4)) == 0
+    with pytest.raises(ConfigError, match="kl_estimator='exact' cannot be honoured") as caught:
+        exact_rows(trainer, exact)
+    assert reason in caught.value.why
+
+
+def test_of_deepspeeds_stages_the_third_keeps_a_trainer_from_it(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "is_deepspeed_enabled", True)
+    for stage, reason in ((2, ""), (3, "the output head is spread over processes")):
+        plugin = SimpleNamespace(zero_stage=stage)
+        monkeypatch.setattr(type(trainer.accelerator.state), "deepspeed_plugin", plugin, raising=False)
+        assert why_not_exact(trainer) == reason
+
+
+def test_scaled_logits_and_no_head_are_told(trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trainer.model.config, "logits_scaling", 8.0, raising=False)
+    assert why_not_exact(trainer) == "the model multiplies its logits by 0.125"
+    monkeypatch.undo()
+    monkeypatch.setattr(type(trainer.model), "get_output_embeddings", lambda self: None)
+    assert "backbone and plain output head cannot" in why_not_exact(trainer)
+    monkeypatch.undo()
+    monkeypatch.setattr(trainer.args, "sync_ref_model", True)
+    assert "the reference moves" in why_not_exact(trainer)

@@ -1,7 +1,5 @@
 """A module as a program of two processes over gloo, and what each of them found."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,10 +1,9 @@
-"""What a batch of verl is given for its loss; `tests/engines/verl/test_driver.py` holds it against klamp's own loss."""
-
-from __future__ import annotations
+"""What a batch of verl is given for its loss; klamp in a stand-in of its trainer. The real ones: tests/engines/verl."""
 
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +12,18 @@ from tests.hosts.verl.test_overrides import IN_REWARD
 
 from klamp.config import KLConfig
 from klamp.config.loss import Price
-from klamp.errors import ConfigError, NonFiniteError
-from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
+from klamp.errors import ConfigError, KLWarning, NonFiniteError
+from klamp.hosts.common.coefficient import KL_MASK
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.verl import hooks
-from klamp.hosts.verl.driver import BETA, StepSettings, by_prompt, columns
+from klamp.hosts.verl.driver import BETA, TRAINER, Driver, StepSettings, by_prompt, columns
 from klamp.hosts.verl.overrides import LOSS_FIELDS, name_of
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:kl_controller:klamp.errors.KLWarning"),
+    pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning"),
+]
 
 SETTINGS = StepSettings(loss_agg_mode="token-mean", group_size=2, beta=0.3, price=Price(beta=0.3), leave_one_out=False)
 LENGTHS, PROMPTS = torch.tensor([3, 1, 2, 3]), ["b", "a", "b", "a"]
@@ -42,50 +44,12 @@ def sampled(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def log_ratios(x: dict[str, torch.Tensor]) -> torch.Tensor:
-    return x["old_log_probs"] - x["ref_log_prob"]
-
-
 def of(kl: KLConfig, settings: StepSettings = SETTINGS, tokenizer: Any = None) -> tuple[dict[str, torch.Tensor], Any]:
     return columns(sampled(), PROMPTS, KLControl(kl), tokenizer, settings)
 
 
 def k3(delta: torch.Tensor) -> torch.Tensor:
     return torch.exp(-delta) - 1 + delta
-
-
-def test_the_gate_of_a_completion_is_the_kl_of_the_others_of_its_prompt() -> None:
-    kl = KLConfig(kl_clip_method="hard", kl_reference_length=5)
-    added, metrics = of(kl)
-    x = sampled()
-    own = (k3(log_ratios(x)) * x["response_mask"]).sum(-1)
-    torch.testing.assert_close(added[GATE_KL], own[[2, 3, 0, 1]])
-    assert added[REFERENCE_LENGTH].tolist() == [5.0] * 4 and metrics["kl/before_clip"] == pytest.approx(own.mean())
-    assert KL_MASK not in added and "advantages" not in added
-
-
-def test_what_carries_no_kl_is_marked_and_made_up_for() -> None:
-    kl, tokenizer = KLConfig(kl_exclude_tokens=(1,)), arithmetic_tokenizer()
-    added, metrics = of(kl, tokenizer=tokenizer)
-    assert added[KL_MASK].sum(-1).tolist() == [2, 1, 0, 2]
-    assert added[KL_SCALE].tolist() == [pytest.approx(9 / 5)] * 4
-    x, carried = sampled(), added[KL_MASK]
-    assert metrics["kl/k3"] == pytest.approx(float(k3(log_ratios(x))[carried].mean()), rel=1e-6)
-    by_row, _ = of(kl, replace(SETTINGS, loss_agg_mode="seq-mean-token-mean"), tokenizer)
-    assert by_row[KL_SCALE].tolist() == [1.5, 1.0, 2.0, 1.5]
-
-
-@pytest.mark.parametrize("bound", [None, 0.3])
-def test_a_kl_in_the_reward_shifts_the_advantages_by_its_deviation_from_the_group(bound: float | None) -> None:
-    kl = KLConfig(beta=0.3, kl_max_log_ratio=bound, **IN_REWARD)  # pyright: ignore[reportArgumentType]
-    x = sampled()
-    delta = log_ratios(x) if bound is None else log_ratios(x).clamp(-bound, bound)
-    spent = (delta * x["response_mask"]).sum(-1)
-    centred = spent - (spent + spent[[2, 3, 0, 1]]) / 2
-    for leave_one_out, factor in ((False, 1.0), (True, 2.0)):
-        added, _ = of(kl, replace(SETTINGS, leave_one_out=leave_one_out))
-        expected = (1 - 0.3 * factor * centred[:, None]) * x["response_mask"]
-        torch.testing.assert_close(added["advantages"], expected)
 
 
 def test_the_controller_takes_in_the_kl_of_the_step() -> None:
@@ -156,3 +120,101 @@ def test_rows_that_fill_up_carry_no_kl_and_the_beta_of_the_others() -> None:
         torch.testing.assert_close(column[1:], alone[name])
     assert filled[BETA].tolist() == [0.3] * 5 and not filled[KL_MASK][0].any()
     torch.testing.assert_close(filled["advantages"][0], whole["advantages"][0])
+
+
+HELD = KLConfig(beta=0.3, target_kl=0.05, kl_controller="proportional")
+
+
+class Trainer:
+    """As much of verl's trainer as the driver looks at."""
+
+    def __init__(self, driver: Driver, *, step: int = 1, **more: Any) -> None:
+        self.checkpoint_callback, self.global_steps = driver, step
+        vars(self).update(more)
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        return batch
+
+    def _save_checkpoint(self) -> None:
+        assert not hasattr(self, "expected") or self.expected.is_file(), "saved before verl calls it complete"
+
+    def _load_checkpoint(self) -> str:
+        return "loaded"
+
+
+@pytest.fixture(autouse=True)
+def trainer(monkeypatch: pytest.MonkeyPatch) -> type[Trainer]:
+    """A trainer class that nothing has hooked yet, where verl has its own."""
+    fresh = type("PPOTrainer", (Trainer,), {name: vars(Trainer)[name] for name in vars(Trainer) if name[1:2] != "_"})
+    module: Any = ModuleType(TRAINER)
+    module.PPOTrainer = fresh
+    monkeypatch.setitem(sys.modules, TRAINER, module)
+    return fresh
+
+
+def config(folder: Path, kl: KLConfig = HELD, **changes: Any) -> dict[str, Any]:
+    name = name_of(kl, LOSS_FIELDS)
+    actor = {"use_kl_loss": True, "kl_loss_type": name, "kl_loss_coef": kl.beta, "loss_agg_mode": "token-mean"}
+    return {
+        "actor_rollout_ref": {"actor": {**actor, **changes.pop("actor", {})}, "rollout": {"n": 2}},
+        "algorithm": {"adv_estimator": "rloo", **changes},
+        "data": {"train_batch_size": 8},
+        "trainer": {"default_local_dir": str(folder), "resume_mode": "auto", "resume_from_path": None},
+    }
+
+
+def test_it_drives_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
+    assert Driver(config(tmp_path)).control is not None
+    for actor in ({"use_kl_loss": False}, {"kl_loss_type": "low_var_kl"}, {"kl_loss_type": "klamp"}):
+        driver = Driver(config(tmp_path, actor=actor))
+        assert driver.control is None and driver.extend(lambda: "the batch", None, None, {}) == "the batch"
+
+
+def test_a_target_with_few_prompts_is_warned_of(tmp_path: Path) -> None:
+    few = config(tmp_path) | {"data": {"train_batch_size": 4}}
+    with pytest.warns(KLWarning, match="target_kl=0.05 may be missed with 4 prompts per step"):
+        Driver(few)
+
+
+def test_the_controller_goes_with_the_checkpoint(tmp_path: Path, trainer: type[Trainer]) -> None:
+    driver = Driver(config(tmp_path))
+    assert driver.control is not None
+    driver.control.update(0.5)
+    trainer(driver, expected=tmp_path / "global_step_1" / "klamp_state.json")._save_checkpoint()
+    again = Driver(config(tmp_path))
+    assert trainer(again)._load_checkpoint() == "loaded"
+    assert again.control is not None and again.control.state_dict() == driver.control.state_dict()
+    assert again.control.controller.value != 0.3
+    elsewhere = config(tmp_path / "other")
+    elsewhere["trainer"] |= {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_1")}
+    moved = Driver(elsewhere)
+    trainer(moved)._load_checkpoint()
+    assert moved.control is not None and moved.control.state_dict() == driver.control.state_dict()
+
+
+def test_a_checkpoint_of_another_kind_is_told(tmp_path: Path, trainer: type[Trainer]) -> None:
+    trainer(Driver(config(tmp_path)))._save_checkpoint()
+    with pytest.warns(KLWarning, match="is missing"):
+        trainer(Driver(config(tmp_path)), step=2)._load_checkpoint()
+    other = Driver(config(tmp_path, replace(HELD, beta=0.4, kl_controller="proportional")))
+    trainer(other)._load_checkpoint()
+    assert other.control is not None and other.control.controller.value == 0.4, "another controller begins anew"
+    trainer(Driver(config(tmp_path)), step=0)._load_checkpoint()  # from the start: nothing to read
+
+
+def test_verls_class_is_hooked_once(tmp_path: Path, trainer: type[Trainer]) -> None:
+    Driver(config(tmp_path))
+    hooked = trainer._compute_advantage
+    Driver(config(tmp_path))
+    assert trainer._compute_advantage is hooked
+    other = SimpleNamespace(checkpoint_callback=object(), global_steps=1)
+    assert trainer._compute_advantage(other, "the batch", metrics={}) == "the batch", "of another callback"  # pyright: ignore[reportArgumentType]
+
+
+def test_a_kl_in_the_reward_needs_advantages_it_can_be_put_into(tmp_path: Path) -> None:
+    kl = KLConfig(beta=0.3, kl_max_log_ratio=2.0, **IN_REWARD)  # pyright: ignore[reportArgumentType]
+    assert Driver(config(tmp_path, kl)).control is not None
+    Driver(config(tmp_path, kl, adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
+    for algorithm in ({"adv_estimator": "grpo"}, {"adv_estimator": "gae"}):
+        with pytest.raises(ConfigError, match="adv_estimator=rloo"):
+            Driver(config(tmp_path, kl, **algorithm))

@@ -1,18 +1,36 @@
-"""A KL in verl's configuration: as a name and back, as overrides, and what is refused."""
+"""KLs in verl's configuration: names, overrides, refusals, and what they will do, in words; without verl."""
 
-from __future__ import annotations
-
+import copy
+import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.hosts.teachers import HAVE, KINDS, config_of
 
+from klamp import TeacherConfig
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KlampError, KLWarning, UnknownNameError
-from klamp.hosts.verl.overrides import ACTOR, DRIVEN, IMPORTED, LOSS_FIELDS, is_ours, loss_kl, name_of
-from klamp.verl import overrides
+from klamp.hosts.common.versions import host_version
+from klamp.hosts.verl.overrides import (
+    ACTOR,
+    DRIVEN,
+    IMPORTED,
+    LOSS_FIELDS,
+    is_ours,
+    loss_kl,
+    name_of,
+    named,
+    teacher_name,
+    teacher_of,
+    teacher_refusals,
+)
+from klamp.verl import effective, overrides
+
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
 IN_REWARD = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
 POSITIVE = st.floats(1e-6, 1e6)
@@ -133,3 +151,288 @@ def test_what_verl_has_no_place_for_is_refused_with_the_way_out(fields: dict, te
     with pytest.raises(ConfigError) as caught:
         overrides(KLConfig(**fields))
     assert text in str(caught.value) and caught.value.why and caught.value.fix
+
+
+MODEL = {"teacher_model": "/models/teacher"}
+HEAD = {"teacher_estimator": "topk", "teacher_direction": "forward", "teacher_head": "teacher", "teacher_top_k": 8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({}, "klamp"),
+        ({"teacher_coef": 0.1}, "klamp"),
+        ({"teacher_estimator": "k3", "teacher_top_k": 0, "teacher_tail": "none"}, "klamp:teacher_estimator=k3"),
+        (
+            {"teacher_horizon": "sequence", "teacher_off_policy": "sequence"},
+            "klamp:teacher_horizon=sequence,teacher_off_policy=sequence",
+        ),
+        (
+            {"teacher_estimator": "topk", "teacher_top_k": 0, "teacher_direction": "js"},
+            "klamp:teacher_estimator=topk,teacher_direction=js,teacher_top_k=0",
+        ),
+        (
+            HEAD | {"teacher_tail": "bucket"},
+            "klamp:teacher_estimator=topk,teacher_direction=forward,teacher_tail=bucket",
+        ),
+    ],
+)
+def test_a_name_stands_for_one_kl(fields: dict[str, Any], name: str) -> None:
+    teacher = TeacherConfig(**MODEL, **fields)
+    assert teacher_name(teacher) == name
+    assert teacher_of(name).build_term() == teacher.build_term()
+
+
+def test_the_names_are_all_different_and_come_back() -> None:
+    assert {teacher_name(teacher) for teacher in named().values()} == set(named())
+    heads = {name for name, teacher in named().items() if teacher.head_size}
+    assert {named()[name].teacher_tail for name in heads} == {"bucket", "generalised", "none"}
+    with pytest.raises(UnknownNameError, match="teacher_estimator=k3"):
+        teacher_of("klamp:teacher_estimator=k2")
+
+
+def test_the_arguments_of_a_teacher_beside_a_reference() -> None:
+    teacher = TeacherConfig(teacher_model="Qwen/Qwen3-8B", teacher_coef=0.3)
+    assert overrides(KLConfig(beta=0.02), teacher) == [
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "algorithm.use_kl_in_reward=False",
+        "actor_rollout_ref.actor.kl_loss_coef=0.02",
+        "actor_rollout_ref.actor.kl_loss_type=klamp",
+        "distillation.enabled=True",
+        "distillation.nnodes=1",
+        "distillation.n_gpus_per_node=1",
+        "distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size=1",
+        "distillation.distillation_loss.loss_mode=klamp",
+        "distillation.distillation_loss.use_task_rewards=True",
+        "distillation.distillation_loss.distillation_loss_coef=0.3",
+        "distillation.distillation_loss.use_policy_gradient=False",
+        "distillation.distillation_loss.loss_max_clamp=null",
+        "distillation.distillation_loss.log_prob_min_clamp=null",
+        "distillation.teacher_models.teacher_model.model_path=Qwen/Qwen3-8B",
+        "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=klamp.verl.registered",
+    ]
+
+
+@pytest.mark.parametrize("teacher", [None, TeacherConfig(), TeacherConfig(**MODEL, teacher_coef=0.0)])
+def test_without_a_teacher_nothing_is_said_of_one(teacher: TeacherConfig | None) -> None:
+    kl = KLConfig(beta=0.02)
+    assert overrides(kl, teacher) == overrides(kl)
+    assert not any("distillation" in word for word in overrides(kl))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"teacher_model": None, "teacher_url": "http://there:8000"}, "teacher_url='http://there:8000'"),
+        ({"teacher_model": None, "teacher_kind": "ema"}, "teacher_kind='ema'"),
+        ({"teacher_model": None, "teacher_kind": "adapter_off"}, "teacher_kind='adapter_off'"),
+        ({"teacher_prompt": "hint"}, "teacher_prompt='hint'"),
+        ({"teacher_estimator": "exact"}, "teacher_estimator='exact'"),
+        (HEAD, "a head of teacher_top_k=8 tokens"),
+        (HEAD | {"teacher_head": "student", "teacher_tail": "bucket"}, "a head of teacher_top_k=8 tokens"),
+        (HEAD | {"teacher_direction": "reverse", "teacher_tail": "bucket"}, "a head of teacher_top_k=8 tokens"),
+        (HEAD | {"teacher_tail": "bucket", "teacher_off_policy": "token"}, "teacher_off_policy='token' of a head"),
+        ({"teacher_placement": "advantage"}, "teacher_placement='advantage'"),
+        ({"teacher_max_log_ratio": 3.0}, "teacher_max_log_ratio=3.0"),
+        ({"teacher_schedule": "cosine"}, "teacher_schedule='cosine'"),
+        ({"teacher_warmup_steps": 3}, "teacher_warmup_steps=3"),
+    ],
+)
+def test_what_has_no_place_is_refused_with_its_reason(fields: dict[str, Any], text: str) -> None:
+    teacher = TeacherConfig(**{**MODEL, **fields})
+    with pytest.raises(ConfigError) as caught:
+        overrides(KLConfig(beta=0.02), teacher)
+    assert caught.value.what.startswith(f"{text} cannot be honoured by verl")
+    assert caught.value.why and caught.value.fix
+
+
+def config(**options: Any) -> dict[str, Any]:
+    made = copy.deepcopy(CONFIG)
+    loss = {"loss_mode": "k3", "topk": 32, "use_task_rewards": True, "distillation_loss_coef": 0.5}
+    loss |= {"use_policy_gradient": False, "loss_max_clamp": None, **options}
+    models = {"teacher_model": {"model_path": "/models/teacher"}}
+    return made | {"distillation": {"enabled": True, "teacher_models": models, "distillation_loss": loss}}
+
+
+@pytest.mark.parametrize(
+    ("options", "beta", "value", "gradient"),
+    [
+        ({"loss_mode": "klamp"}, 0.5, "k1", "reverse, per token: KL(policy||teacher)"),
+        ({"loss_mode": "klamp", "use_task_rewards": False}, 0.5, "k1", "reverse, per token: KL(policy||teacher)"),
+        (
+            {"loss_mode": "klamp:teacher_estimator=topk,teacher_direction=forward,teacher_top_k=0"},
+            0.5,
+            "topk of the teacher's 0 likeliest and a sampled tail",
+            "own, per token: KL(teacher||policy)",
+        ),
+        (
+            {"loss_mode": "klamp:teacher_estimator=topk,teacher_direction=forward,teacher_tail=bucket"},
+            0.5,
+            "topk of the teacher's 32 likeliest and a bucket tail",
+            "own, per token: not KL(teacher||policy)",
+        ),
+        ({}, 0.5, "k3", "KL(teacher||policy); its value"),
+        ({"use_task_rewards": False}, 1.0, "k3", "KL(teacher||policy); its value"),
+        ({"loss_mode": "k2"}, 0.5, "k2", "KL(policy||teacher)"),
+        ({"loss_mode": "kl"}, 0.5, "k1", "zero in expectation"),
+        ({"loss_mode": "k1", "use_policy_gradient": True}, 0.5, "k1", "KL(policy||teacher)"),
+        ({"loss_mode": "k3", "use_policy_gradient": True}, 0.5, "k3", "follows no divergence"),
+        ({"loss_mode": "forward_kl_topk"}, 0.5, "over 32 of the teacher's words", "follows the plain sum"),
+        ({"loss_mode": "forward_kl_topk", "use_policy_gradient": True}, 0.5, "over 32 of the teacher's words", "zero"),
+    ],
+)
+def test_the_words_of_a_teacher(options: dict[str, Any], beta: float, value: str, gradient: str) -> None:
+    term = effective(config(**options)).terms[-1]
+    assert (term.beta, term.value) == (beta, value) and term.gradient.startswith(gradient)
+    assert "/models/teacher" in term.term and term.term.startswith("klamp's" if "klamp" in str(options) else "verl's")
+    shifted = options.get("use_policy_gradient")
+    assert term.placement == ("taken from the advantage" if shifted else "in the loss")
+
+
+def test_what_may_surprise_with_a_teacher() -> None:
+    (tokenizers,) = set(effective(config()).notes) - set(effective(CONFIG).notes)
+    assert "klamp.check_pair" in tokenizers
+    assert any("leaves out its policy loss" in note for note in effective(config(use_task_rewards=False)).notes)
+    assert any("past it the KL to the teacher" in note for note in effective(config(loss_max_clamp=10.0)).notes)
+    warm = config()
+    warm["actor_rollout_ref"]["rollout"]["temperature"] = 0.7
+    assert any("scores at temperature 1" in note for note in effective(warm).notes)
+    off = config()
+    off["distillation"]["enabled"] = False
+    assert effective(off) == effective(CONFIG)
+
+
+@pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_verl_has_of_the_list_is_registered_and_the_rest_refused(kind: str) -> None:
+    """Those that are registered are held against klamp's loss within verl: `tests/engines/verl/test_teacher.py`."""
+    teacher = config_of(kind)
+    refused = [each for each in teacher_refusals(teacher) if each.applies]
+    assert bool(refused) == (kind not in HAVE["verl"])
+    if not refused:
+        assert teacher_name(teacher) in named()
+
+
+CONFIG: dict[str, Any] = {
+    "data": {"train_batch_size": 128},
+    "actor_rollout_ref": {
+        "model": {"lora_rank": 0},
+        "rollout": {"n": 8},
+        "actor": {
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.04,
+            "kl_loss_type": "klamp",
+            "loss_agg_mode": "token-mean",
+            "policy_loss": {"loss_mode": "vanilla"},
+        },
+    },
+    "algorithm": {
+        "adv_estimator": "grpo",
+        "norm_adv_by_std_in_grpo": True,
+        "use_kl_in_reward": False,
+        "kl_penalty": "kl",
+        "kl_ctrl": {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1},
+    },
+}
+
+
+def config_with(**changes: Any) -> dict[str, Any]:
+    made = copy.deepcopy(CONFIG)
+    for name, value in changes.items():
+        for section in (made["actor_rollout_ref"]["actor"], made["actor_rollout_ref"]["model"], made["algorithm"]):
+            if name in section:
+                section[name] = value
+    return made
+
+
+@pytest.mark.parametrize("part", [{}, None, "config.yaml", CONFIG["actor_rollout_ref"], {"actor_rollout_ref": None}])
+def test_a_part_of_a_configuration_is_refused_in_words(part: Any) -> None:
+    with pytest.raises(ConfigError, match="no whole configuration of verl") as caught:
+        effective(part)
+    assert caught.value.got and caught.value.why and caught.value.fix
+
+
+def test_a_missing_key_and_an_unknown_name_are_named() -> None:
+    with pytest.raises(UnknownNameError, match="kl_gradint"):
+        effective(config_with(kl_loss_type="klamp:kl_gradint=own"))
+    without = config_with()
+    del without["algorithm"]["kl_ctrl"]
+    with pytest.raises(ConfigError, match="no whole configuration of verl: KeyError: 'kl_ctrl'"):
+        effective(without)
+
+
+def test_the_words_of_a_configuration() -> None:
+    words = str(effective(config_with())).splitlines()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "verl.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```text\n(term .*?)```", page, re.S)
+    assert [line for line in shown.splitlines() if line not in ("...", *words)] == []
+    assert words[0] == f"host       {host_version('verl')}" and words[-1] == "reference  a frozen copy"
+    assert effective(config_with(lora_rank=8)).reference == "the policy with its adapter off"
+    without = effective(config_with(use_kl_loss=False))
+    assert without.terms == () and "term       none" in str(without).splitlines()
+    assert without.reference == "none: use_kl_loss and use_kl_in_reward are off"
+
+
+def test_a_kl_in_both_places_is_two_terms_each_with_its_own_beta() -> None:
+    control = {"type": "fixed", "kl_coef": 0.3, "horizon": 10000, "target_kl": 0.1}
+    in_loss, in_reward = effective(config_with(use_kl_in_reward=True, kl_ctrl=control)).terms
+    assert (in_loss.placement, in_loss.beta, in_loss.controller) == ("in the loss", 0.04, "fixed")
+    assert (in_reward.placement, in_reward.beta) == ("taken from the reward", 0.3)
+    target = "klamp:kl_estimator=k1,kl_horizon=sequence,kl_placement=reward,target_kl=0.1,kl_controller=step"
+    driven = effective(config_with(kl_loss_type=target))
+    assert driven.terms[0].controller == "step controller from 0.04, towards 0.1 nats per token"
+    assert driven.terms[0].placement == "taken from the reward"
+    assert driven.notes == ("this KL needs ++trainer.checkpoint_callback_class=klamp.verl.Driver",)
+    callback = {"trainer": {"checkpoint_callback_class": "klamp.verl.Driver"}}
+    assert effective(config_with(kl_loss_type=target) | callback).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "gradient"),
+    [
+        ("kl", "k1", "zero in expectation: it holds nothing"),
+        ("k1", "k1", "zero in expectation: it holds nothing"),
+        ("mse", "k2", "KL(policy||ref)"),
+        ("low_var_kl", "k3", "KL(ref||policy); its value stops at 10 nats"),
+        ("k3+", "k3", "KL(policy||ref)"),
+        ("full", "full", "unknown: verl raises NotImplementedError"),
+    ],
+)
+def test_verls_own_names_in_words(name: str, value: str, gradient: str) -> None:
+    (term,) = effective(config_with(kl_loss_type=name)).terms
+    assert (term.term, term.value) == ("verl's own", value)
+    assert term.gradient.startswith(gradient) and (term.gradient == gradient or name == "low_var_kl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "price"),
+    [
+        ({"norm_adv_by_std_in_grpo": False}, "0.0457 reward per nat of a whole completion"),
+        ({"adv_estimator": "rloo"}, "0.04 reward per nat of a whole completion"),
+        ({"adv_estimator": "gae"}, "unknown: adv_estimator=gae"),
+        ({"policy_loss": {"loss_mode": "gspo"}}, "unknown: loss_mode=gspo"),
+        ({"kl_loss_type": "kl"}, "none: its gradient follows no KL"),
+        ({"use_kl_loss": False, "use_kl_in_reward": True}, "0.001 reward per nat of a whole completion"),
+        ({"use_kl_loss": False, "use_kl_in_reward": True, "kl_penalty": "abs"}, "none: its gradient follows no KL"),
+    ],
+)
+def test_the_price_of_beta_or_why_it_is_unknown(changes: dict[str, Any], price: str) -> None:
+    (term,) = effective(config_with(**changes)).terms
+    assert term.price.startswith(price)
+    alone = config_with()
+    alone["actor_rollout_ref"]["rollout"]["n"] = 1
+    assert effective(alone).terms[0].price == "unknown: rollout.n=1 leaves no group"
+
+
+def test_what_may_surprise() -> None:
+    def notes(**changes: Any) -> str:
+        return " ".join(effective(config_with(**changes)).notes)
+
+    assert notes() == ""
+    assert "counts twice" in notes(use_kl_in_reward=True)
+    assert "beta cancels" in notes(use_kl_in_reward=True, use_kl_loss=False)
+    assert "beta cancels" not in notes(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False)
+    assert "biased" in notes(use_kl_in_reward=True, kl_penalty="low_var_kl")
+    adaptive = {"type": "adaptive", "kl_coef": 0.1, "horizon": 100, "target_kl": 0.1}
+    theirs = notes(use_kl_in_reward=True, kl_ctrl=adaptive)
+    assert "turns beta negative: it multiplies by 1 - 0.2 * 1024 / 100" in theirs and "on resume" in theirs

@@ -1,7 +1,5 @@
 """Tiny runs that TRL carries out: a second each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

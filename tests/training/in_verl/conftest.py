@@ -1,7 +1,5 @@
 """Configurations of small runs by verl, which is not started here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

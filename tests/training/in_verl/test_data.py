@@ -1,20 +1,26 @@
-"""The files that verl reads hold klamp's prompts in their order; the reward is the task's."""
+"""A run by verl: its arguments, field by field; its files hold klamp's prompts, its reward is the task's."""
 
-from __future__ import annotations
-
+import inspect
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyarrow import parquet
+from tests.training.in_trl.test_program import SHARED, names_of
 
-from klamp.errors import DataError
+from klamp.config import KLConfig, TeacherConfig
+from klamp.config.loss import TRUST
+from klamp.errors import ConfigError, DataError
+from klamp.hosts.verl.overrides import overrides
+from klamp.lab.config import TrainConfig
+from klamp.lab.engines import verl as module
 from klamp.lab.engines import verl as reward
-from klamp.lab.engines.verl import TEACHER, Layout, held_out_rows, training_rows, write_data
+from klamp.lab.engines.verl import TEACHER, Layout, command, held_out_rows, training_rows, verl_overrides, write_data
 from klamp.lab.loop import Trainer
-from klamp.lab.models import load_tokenizer
+from klamp.lab.models import load_tokenizer, model_path
 from klamp.lab.tasks import load_task
 from klamp.lab.tasks.base import Example, Task, TaskConfig
 
@@ -144,3 +150,141 @@ def test_a_teacher_has_room_for_a_token_more_than_the_policy(quick, tmp_path, mo
     monkeypatch.setattr(reward, "check_keys", lambda *given: None)
     reward.write_inputs(config, Layout(tmp_path / "run"))
     assert seen == [config.rollout.max_completion_length + 1], "its engine writes one"
+
+
+FOLDER = Path("runs/one")
+
+TRANSLATED: dict[str, Any] = {**SHARED, "loss_type": "dapo", "surrogate": "cispo", "scale_rewards": "std"}
+TRANSLATED |= {"advantage_baseline": "mean", "model": "there/another", "dtype": "bfloat16", "master_weights": "none"}
+TRANSLATED |= {"lora_r": 4, "lora_alpha": 8, "lora_target_modules": ("q_proj",), "max_prompt_length": 100}
+TRANSLATED |= {"lr_scheduler_type": "constant", "output_dir": "elsewhere", "resume": True, "log_completions": 0}
+TRANSLATED |= {"log_answers": 0, "gpus": 2, "machines": 2, "ray_address": "auto"}
+TRANSLATED |= {"verl_args": ("trainer.save_freq=3",)}
+"""Another value of each field that is translated."""
+NEEDS: dict[str, dict[str, Any]] = {
+    "loss_type": {"advantage_baseline": "mean"},
+    "scale_rewards": {"advantage_baseline": "mean"},
+    "master_weights": {"dtype": "bfloat16"},
+    "lora_alpha": {"lora_r": 4},
+    "lora_target_modules": {"lora_r": 4},
+    "resume": {"output_dir": "somewhere"},
+}
+"""Field -> the fields that it needs."""
+
+REFUSED = (
+    *("ref_model", "sampler_url"),
+    *("mask_truncated_completions", "exact_kl_completions", "cpu", "stop_on", "log_completions_every"),
+    *TRUST,
+)
+"""Fields of which only the default can be honoured: test_backends.py; of the KL: tests/hosts/test_every_field.py."""
+AROUND = (*("backend", "tokenizer", "sampler", "gpu_memory"),)
+"""Fields that the launcher uses, besides those of the task; vLLM samples in any case."""
+
+
+def words_of(**changes: Any) -> list[str]:
+    config = TrainConfig.from_flat({"backend": "verl", **changes})
+    return verl_overrides(config, Path(config.run.output_dir or FOLDER))
+
+
+def values(words: list[str]) -> dict[str, str]:
+    return dict(word.lstrip("+").split("=", 1) for word in words)
+
+
+def test_every_field_is_in_one_of_the_lists():
+    configs = (TaskConfig, TeacherConfig, KLConfig)
+    lists = [set(TRANSLATED), set(REFUSED), set(AROUND), *map(names_of, configs)]
+    every = set(TrainConfig().flat())
+    assert every == set().union(*lists)
+    assert sum(map(len, lists)) == len(every), "no field is in two of them"
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+@pytest.mark.parametrize("field", TRANSLATED)
+def test_another_value_is_another_argument(field: str):
+    needed = NEEDS.get(field, {})
+    assert words_of(**needed, **{field: TRANSLATED[field]}) != words_of(**needed)
+
+
+def test_the_kl_is_that_of_the_host_word_for_word():
+    kl = KLConfig(beta=0.3, kl_gradient="forward")
+    assert set(overrides(kl)) <= set(words_of(beta=0.3, kl_gradient="forward"))
+    assert "kl_loss_coef" not in inspect.getsource(module), "the KL is translated in one place"
+
+
+def test_each_key_stands_once_and_the_users_own_come_last():
+    words = words_of(
+        verl_args=["trainer.logger=[console]", "actor_rollout_ref.actor.clip_ratio_c=3", "+a.b=1", "~data.seed"]
+    )
+    keys = [word.partition("=")[0] for word in words]
+    assert len(keys) == len(set(keys))
+    assert words[-4:] == ["trainer.logger=[console]", "actor_rollout_ref.actor.clip_ratio_c=3", "+a.b=1", "~data.seed"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("dr_grpo", "seq-mean-token-sum-norm"), ("grpo", "seq-mean-token-mean"), ("dapo", "token-mean")],
+)
+def test_loss_types_are_those_of_the_same_average(ours: str, theirs: str):
+    options = values(words_of(loss_type=ours, advantage_baseline="mean", max_completion_length=9))
+    assert options["actor_rollout_ref.actor.loss_agg_mode"] == theirs
+    assert options.get("actor_rollout_ref.actor.loss_scale_factor") == ("9" if ours == "dr_grpo" else None)
+
+
+def test_parts_are_shared_by_all_gpus():
+    options = values(words_of(gpus=2, machines=2, gradient_accumulation_steps=4))
+    assert options["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == "16"
+    assert (options["trainer.n_gpus_per_node"], options["trainer.nnodes"]) == ("2", "2")
+
+
+def test_a_step_that_does_not_divide_over_the_gpus_is_refused():
+    with pytest.raises(ConfigError, match="do not divide") as caught:
+        words_of(gpus=3)
+    assert "a multiple of 3" in caught.value.fix
+
+
+def test_no_cluster_is_joined_that_was_not_named():
+    assert values(words_of())["ray_kwargs.ray_init.address"] == "local", "Ray would take any cluster"
+    assert values(words_of(ray_address="auto"))["ray_kwargs.ray_init.address"] == "auto"
+
+
+def test_what_is_done_only_at_the_end_is_done_at_the_last_step():
+    options = values(words_of(max_steps=9, save_every=0, eval_every=0))
+    assert (
+        options["trainer.save_freq"] == options["trainer.test_freq"] == options["trainer.total_training_steps"] == "9"
+    )
+    assert values(words_of(max_steps=2, warmup_steps=5))["actor_rollout_ref.actor.optim.lr_warmup_steps"] == "2"
+
+
+def test_a_model_is_found_from_everywhere(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_path("mine") == str(tmp_path / "mine")
+    assert model_path("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert Path(model_path("builtin")).is_absolute()
+
+
+def test_a_teacher_is_that_of_the_host_with_its_weights_where_they_are(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    place = "distillation.teacher_models.teacher_model.model_path"
+    options = values(words_of(teacher_model="mine", teacher_estimator="k3", teacher_coef=0.3))
+    expected = values(overrides(KLConfig(), TeacherConfig(teacher_model="x", teacher_estimator="k3", teacher_coef=0.3)))
+    assert options[place] == str(tmp_path / "mine")
+    assert all(options[key] == value for key, value in expected.items() if key != place and "distillation" in key)
+    alone = values(words_of(teacher_model="mine", reward="none", beta=0.0))
+    key = "distillation.distillation_loss.use_task_rewards"
+    assert (options[key], alone[key]) == ("True", "False")
+
+
+def test_several_teachers_are_told_apart_by_a_column_of_klamps(tmp_path):
+    words = words_of(teacher_models=[f"a={tmp_path}", "b=builtin"], teacher_key="subject")
+    options = values(words)
+    assert options["distillation.teacher_key"] == TEACHER and options["distillation.n_gpus_per_node"] == "2"
+    assert options["distillation.teacher_models.teacher_1.model_path"] == str(tmp_path)
+    assert Path(options["distillation.teacher_models.teacher_2.model_path"]).is_absolute()
+    assert len({word.partition("=")[0].lstrip("+") for word in words}) == len(words)
+
+
+def test_the_command_runs_verls_program():
+    config = TrainConfig.from_flat({"backend": "verl"})
+    assert command(config, FOLDER, "python")[:3] == ["python", "-m", "verl.trainer.main_ppo"]

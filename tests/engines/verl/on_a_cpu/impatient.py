@@ -1,7 +1,5 @@
 """verl's buffer of completions, asked more often; verl loads it by its path. For tests only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer

@@ -4,8 +4,6 @@ verl and vLLM load this themselves, in each of their processes: `tests.engines.v
 under their own entry points. Ray is told of GPUs that are not there, so that verl places its workers as ever.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
