@@ -4,6 +4,8 @@ Every run is a process of its own, a fork of a server that has loaded the librar
 whole group gets SIGKILL: from outside at a random time, or from the run itself at one of `points.POINTS`.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import random

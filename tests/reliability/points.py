@@ -4,6 +4,8 @@ A point wraps the very functions that a run calls. What is "half written" there 
 written: its first half. The process then sends SIGKILL to its group: nothing is flushed, closed or caught.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import signal

@@ -1,5 +1,7 @@
 """Runs to report, and pages as trees."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser

@@ -1,5 +1,7 @@
 """Batches with known numbers, and the score of a verdict: what the benches of `klamp.check` share."""
 
+from __future__ import annotations
+
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -1,5 +1,7 @@
 """verl's whole actor loss on a batch of log-probabilities, and the same batch for klamp."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

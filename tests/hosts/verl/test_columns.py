@@ -1,5 +1,7 @@
 """What a batch of verl is given for its loss; klamp in a stand-in of its trainer. The real ones: tests/engines/verl."""
 
+from __future__ import annotations
+
 import sys
 from dataclasses import replace
 from pathlib import Path
