@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from klamp import check, topk_kl
 from klamp.audit.examine import AuditedLoss
 from klamp.verify.sequences import PROMPT, Sequences
 
@@ -112,3 +113,18 @@ def test_the_distance_is_enumerated(compute: Callable[..., Tensor], near: float,
     on, off = AuditedLoss(name="", compute=compute).distances
     assert on == pytest.approx(near, abs=1e-5)
     assert off is not None and (off > 0.05 if far is None else off == pytest.approx(far, abs=1e-5))
+
+
+@pytest.mark.parametrize("tail", ["centered", "sampled", "bucket"])
+@pytest.mark.parametrize(("words", "k", "of_teacher"), [(64, 4, False), (320, 16, True)])
+def test_a_tail_with_the_constant_of_the_masses_is_named(tail: Any, words: int, k: int, of_teacher: bool) -> None:
+    student = (1.5 * torch.randn(4, 24, words).double()).requires_grad_()
+    teacher = student.detach() + torch.randn(4, 24, words).double()
+    ids = torch.distributions.Categorical(logits=student.detach()).sample()[..., None]
+    top = (teacher if of_teacher else student.detach()).topk(k).indices
+    logs = [x.log_softmax(-1) for x in (student, teacher)]
+    heads, targets = ([x.gather(-1, at) for x in logs] for at in (top, ids))
+    kl = topk_kl(*heads, *(x[..., 0] for x in targets), (top != ids).all(-1), tail=tail)
+    verdict = check(kl.mean(), logits=student, teacher_logits=teacher, ids=ids[..., 0], once=False)
+    named = {"centered": ["head-centered"], "sampled": [], "bucket": ["head-bucket"]}[tail]
+    assert [x.code for x in verdict.findings if x.code.startswith("head")] == named
