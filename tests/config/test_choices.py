@@ -69,6 +69,8 @@ def test_every_field_of_the_term_is_the_configurations() -> None:
 
 
 DEFAULTS = {
+    "dppo_mask_high": 0.2,
+    "dppo_mask_low": 0.2,
     "vllm_importance_sampling_clip_max": 3.0,
     "beta": 0.01,
     "sampler_coef": 0.0,

@@ -18,7 +18,7 @@ from klamp.errors import Refusal
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorChoices:
-    """The choices of an anchor beside those of `KLTerm`; its text fills in the names of anchor and coefficient."""
+    """The choices of an anchor besides `KLTerm`'s; its text fills in the names of anchor and coefficient."""
 
     schedule: Schedule = "constant"
     """Factor on {coefficient} over the run: constant, or linear or cosine to 0."""
@@ -55,9 +55,9 @@ def placement_refusals(config: Any, anchor: str) -> list[Refusal]:
         Refusal(
             placement != "loss" and estimator != "k1",
             f"{anchor}_placement={placement!r} takes {anchor}_estimator='k1' only, not {estimator!r}",
-            why="through the score function only k1 gives the gradient of the reverse KL: that of k3 cancels near the "
-            "anchor, k2 is biased, and a KL over the vocabulary or a head has the expected gradient 0",
-            fix=f"set {anchor}_estimator='k1' (k3 is logged all the same), or {anchor}_placement='loss'",
+            why="through the score function only k1 gives the gradient of the reverse KL: k3's cancels near the "
+            "anchor, k2's is biased, and a KL over the vocabulary or a head has the expected gradient 0",
+            fix=f"set {anchor}_estimator='k1' (k3 is logged too), or {anchor}_placement='loss'",
         ),
         Refusal(
             placement == "reward" and horizon == "token",
@@ -137,14 +137,14 @@ NO_SERVER = replace(FROM_A_FOLDER, values=None)
 ONE_PROMPT = HostLimit(("verl",), "its agent loop sends the teacher the policy's own prompt and answer")
 NO_VOCABULARY = HostLimit(
     ("verl",),
-    "the teacher's engine returns some log-probabilities of each token, not those of the whole vocabulary",
+    "the teacher's engine returns some log-probabilities of each token, not the whole vocabulary's",
     "use teacher_estimator='k3', 'k1', or 'topk' with teacher_top_k=0 for another direction",
     values=("exact",),
 )
 IN_THE_LOSS = HostLimit(
     ("verl",),
     "its way to an advantage (use_policy_gradient) is a second policy loss with bounds of its own",
-    "set teacher_placement='loss': the expected gradient of k1 is the same",
+    "set teacher_placement='loss': the expected gradient of k1 is equal",
 )
 WITHOUT_A_NUMBER = HostLimit(("verl",), "it calls a loss of distillation by a registered name, without a number")
 NO_BASELINE = HostLimit(("verl",), "its loss of distillation has no place for a second number per token")

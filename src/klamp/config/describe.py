@@ -111,7 +111,7 @@ def describe_movement(kl: KLConfig) -> str:
 def describe_average(
     reduction: Reduction, *, over: str = "the optimizer step, all processes", length: str = "max_completion_length"
 ) -> str:
-    """How a reduction makes tokens one number: `token_mean` those of `over`, `fixed_length` divides by `length`."""
+    """How a reduction makes tokens one number: `token_mean` over `over`, `fixed_length` divides by `length`."""
     words: Mapping[Reduction, str] = {
         "token_mean": f"mean over the tokens of {over}",
         "sequence_mean": "mean over completions of the mean over tokens",

@@ -1,6 +1,6 @@
 """`TeacherConfig`, the second anchor: whom the policy is to become like, how the KL to it is measured, where it enters.
 
-The terms are those of a reference; but a teacher may stand in the place of a reward, and may see another prompt.
+The terms are a reference's; but a teacher may replace a reward, and may see another prompt.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class TeacherConfig:
     )
     teacher_name: str | None = choice("name", "teacher", needs=(A_TEACHER, A_SERVER))
     teacher_models: tuple[str, ...] = setting((), limits=(anchor.SEVERAL_TEACHERS,))
-    """Several teachers, each KEY=MODEL; teacher_key says which of them a prompt has."""
+    """Several teachers, each KEY=MODEL; teacher_key names a prompt's teacher."""
     teacher_key: str = ""
     """Column of the data that holds the KEY of each prompt's teacher."""
     teacher_kind: TeacherKind = setting("auto", limits=(anchor.MOVING_TEACHER, anchor.FROM_A_FOLDER))
-    """Made of the policy: adapter_off, ema, periodic, live (as it is now); auto: teacher_model or teacher_url."""
+    """Made of the policy: adapter_off, ema, periodic, live (the present policy); auto: teacher_model or teacher_url."""
     teacher_coef: float = setting(
         1.0, COEFFICIENT, needs=NAMED, aliases=("teacher_kl_coef", "distillation_coef", "distillation_loss_coef")
     )
@@ -110,7 +110,7 @@ class TeacherConfig:
         "max_log_ratio", "teacher", needs=(A_TEACHER, SAMPLED), limits=(anchor.WITHOUT_A_NUMBER,)
     )
     teacher_prompt: str = setting("", needs=NAMED, limits=(anchor.ONE_PROMPT,))
-    """Column of the data with the prompt that the teacher sees in the place of the policy's; the answer is the same."""
+    """Column of the data with the teacher's own prompt; the answer is the policy's."""
     teacher_schedule: Schedule = choice("schedule", "teacher", needs=NAMED, limits=(anchor.READ_ONCE,))
     teacher_warmup_steps: int = choice("warmup_steps", "teacher", needs=NAMED, limits=(anchor.READ_ONCE,))
     teacher_decay: float = choice("decay", "teacher", needs=(A_TEACHER, one_of("teacher_kind", "ema")))
@@ -177,7 +177,7 @@ class TeacherConfig:
 TEACHER_ALIASES: Mapping[str, str] = aliases_of(TeacherConfig)
 """Other names of a field, as TRL, verl, ms-swift and NeMo-RL have them."""
 ALL_ALIASES: Mapping[str, str] = {**ALIASES, **TEACHER_ALIASES}
-"""Those of the KL's fields too: what stands in a file or on a command line."""
+"""With the KL's fields: the names in a file or on a command line."""
 
 
 def refusals(c: TeacherConfig) -> list[Refusal]:
@@ -211,7 +211,7 @@ def refusals(c: TeacherConfig) -> list[Refusal]:
         Refusal(
             spread and (c.teacher_horizon == "sequence" or c.teacher_tail == "centered"),
             f"teacher_direction={c.teacher_direction!r} has no sequence horizon, and no centered tail",
-            why="over the policy's prefixes it is no divergence of sequences; the tail's constant is the reverse KL's",
+            why="over the policy's prefixes it sums to no divergence; the tail's constant is the reverse KL's",
             fix="use teacher_horizon='token' and teacher_tail='sampled', or teacher_direction='reverse'",
         ),
         of_a_server(c, bool(c.teacher_url), who="a server"),
@@ -227,14 +227,14 @@ def refusals(c: TeacherConfig) -> list[Refusal]:
 
 
 def of_a_server(c: TeacherConfig, applies: bool, *, who: str) -> Refusal:
-    """What a server cannot measure, which tells its own likeliest tokens and the sampled one; `who`: it, in words."""
+    """What a server cannot measure: it returns its own likeliest tokens and the sampled one; `who`: its name."""
     heads = c.teacher_estimator == "topk" or c.teacher_baseline == "bucket"
     own_head = heads and (c.teacher_head == "teacher" or not c.teacher_top_k)
     return Refusal(
         applies and not own_head and not (SAMPLED.is_met(c) and c.teacher_baseline == "none"),
         f"teacher_estimator={c.teacher_estimator!r} with teacher_head={c.teacher_head!r} cannot use {who}",
         got=f"teacher_baseline={c.teacher_baseline!r}",
-        why=f"{who} tells the likeliest tokens of its own model and the sampled one, no others",
+        why=f"{who} returns the likeliest tokens of its own model and the sampled one, no others",
         fix="use 'k1' or 'k3' without a baseline; teacher_estimator='topk' or teacher_baseline='bucket' with "
         "teacher_head='teacher'; or a teacher_model",
     )

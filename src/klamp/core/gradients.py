@@ -274,7 +274,7 @@ def kl_penalty(
 
     Raises:
         TensorError: no tensors, no floating-point numbers, a mask that is not boolean, or two devices.
-        ShapeError: shapes differ, or there is no dimension of tokens.
+        ShapeError: shapes differ, or no dimension of tokens.
         DataError: log-probabilities above 0.
         UnknownNameError: an unknown value, gradient or horizon.
         ConfigError: gradient `own` with horizon `sequence`, a bound that is not positive, or policy and reference

@@ -84,12 +84,12 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
 
     Equation: R[v_t surrogate_t] + sum_k beta_k R_k[penalty_kt], R and R_k the reductions, v the weight of the trust
     region to the sampler (1 without one; the KL terms have weights of their own). With placement `advantage` a KL
-    shifts the advantages instead, and the trust region drops none of it; with `reward` it is in the advantages already;
-    with coefficient 0 there is none.
+    shifts the advantages instead, and the trust region drops no KL; with `reward` it is in the advantages already;
+    with coefficient 0 no KL.
 
     Sampler: the old policy (`old_logprobs`), or the policy itself.
-    Gradient: that of the surrogate plus beta_k times that of each penalty (`kl_penalty`), gated where a KL is clipped.
-    Once differentiable where there is a penalty.
+    Gradient: the surrogate's plus beta_k times each penalty's (`kl_penalty`), gated where a KL is clipped. Once
+    differentiable with a penalty.
     Shapes: see `Batch`; the loss is a scalar.
 
     Args:
@@ -99,7 +99,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     Raises:
         TensorError, ShapeError, EmptyMaskError, NonFiniteError, DataError: see `check_batch`.
         ConfigError: a KL is asked for and the log-probabilities of its anchor (or the exact KL) are missing, or the
-            reference carries the gradient and the policy none.
+            reference has a gradient and the policy has none.
 
     Source: DeepSeekMath arXiv:2402.03300
     """
@@ -145,7 +145,7 @@ def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch
     """Sequences that contribute no gradient to `grpo_loss`; values and metrics still need them. [B]
 
     No token is trained, or every advantage is 0 and no KL pulls: its coefficient is 0, it is in the reward (and so in
-    the advantages), it has no gradient, no token carries it, or its clip is closed (by the anchor's `gate`, or by one
+    the advantages), it has no gradient, no token has it, or its clip is closed (by the anchor's `gate`, or by one
     computed from this batch).
     """
     advantages = batch.advantages if batch.advantages.ndim == 2 else batch.advantages.unsqueeze(-1)

@@ -75,7 +75,7 @@ def _kl_at_prefixes(prepared: Prepared) -> TokenValues:
         raise ConfigError(
             f"{prepared.term.value!r} (baseline {prepared.term.baseline!r}) needs the KL of the batch at each prefix",
             got=f"anchors[{anchor!r}].kl=None",
-            why="it is summed over the vocabulary (or a head of it), from both models' distributions",
+            why="it is summed over the vocabulary (or a head), from both models' distributions",
             fix="set Scored.kl = exact_kl(policy_logits, ref_logits)",
         )
     lost = prepared.carried & ~kl.detach().isfinite()
@@ -109,7 +109,7 @@ def advantages_with_kl(
     Equation: A(r - beta k), A = `advantages`, k_i the sequence's weight times the sum of k1 over the completion in nats
     (a mean could be lowered by writing more). With a clip A(r) - beta g_i A(k)_i, g the gate's factor: the baseline of
     r - beta g k would hold the others' gates, which depend on this completion's tokens.
-    Gradient: through the score function that of KL(policy || ref) over sequences, times E[g_i], if advantages are not
+    Gradient: through the score function KL(policy || ref)'s over sequences, times E[g_i], if advantages are not
     divided by the group's standard deviation (in a saturated group beta drops out) and tokens are left out by their
     position only.
 
@@ -127,7 +127,7 @@ def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: floa
 
     Equation: horizon `token` A_t - beta c (delta_t - b_t), b the baseline; `sequence` with sum_{j >= t} delta_j in the
     place of delta_t (reward-to-go); c the clip's factor times the sequence's weight. If tokens may be left out, the
-    later terms are k3. The KL is that of the present policy: under the surrogate's ratios the old one's would follow
+    later terms are k3. The KL is the present policy's: under the surrogate's ratios the old policy's would follow
     KL(policy || anchor) less KL(policy || old).
     Gradient: through the score function `sequence` gives the gradient of KL(policy || ref) over sequences, `token` that
     of the KL at each sampled prefix; if tokens are left out, of the generalised KL (see `klamp.core.gradients`).
@@ -198,7 +198,7 @@ def _held_metrics(prepared: Prepared) -> dict[str, Tensor]:
 def mix_metrics(terms: Iterable[tuple[float, Prepared]]) -> dict[str, Tensor]:
     """The KL to a negative beta's mix: the mean k3 of x = (beta delta + coef delta_teacher) / (beta + coef), in nats.
 
-    An upper bound: that of m = exp(log policy - x) before it is normalised, higher by Z - 1 - log Z, Z the sum of m.
+    An upper bound: the KL to m = exp(log policy - x) before normalisation, higher by Z - 1 - log Z, Z the sum of m.
     """
     metrics, by_anchor = dict[str, Tensor](), {held.term.anchor: (coefficient, held) for coefficient, held in terms}
     for beta, held in by_anchor.values():

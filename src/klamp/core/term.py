@@ -91,7 +91,7 @@ class KLTerm:
     clip_unit: ClipUnit = "token"
     """What the threshold is for: a token (times the reference length), or the whole sequence."""
     normalizer: Reduction | None = None
-    """Reduction of the KL over tokens; None: that of the policy loss."""
+    """Reduction of the KL over tokens; None: the policy loss's."""
     mean_over: Literal["carried", "trained"] = "carried"
     """Which tokens a mean counts: those that carry the KL, or all that are trained on, so that a token without a score
     is a gap and does not raise the price of the others."""
@@ -102,7 +102,7 @@ class KLTerm:
 
     @property
     def weight_horizon(self) -> Horizon:
-        """Whether a token's off-policy weight is its own ratio, or that of the prefix up to it."""
+        """Whether a token's off-policy weight is its own ratio, or the prefix's up to it."""
         return "sequence" if self.off_policy == "sequence" else "token"
 
     @property
@@ -112,7 +112,7 @@ class KLTerm:
 
     @property
     def follows_reverse(self) -> bool:
-        """Whether its gradient is that of the reverse KL, without a clip: alone bounded with a negative coefficient."""
+        """Whether its gradient is the reverse KL's, without a clip: bounded also with a negative coefficient."""
         own = self.gradient == "own" and (self.of_prefixes or self.value == "k2")
         return self.clip_method == "none" and (self.gradient == "reverse" or own)
 
@@ -262,7 +262,7 @@ def sequence_gate_kl(
     """The KL (nats per sequence) that decides the clip of each sequence of a batch: `gate_kl` of `sequence_kl`.
 
     Args:
-        prepared: the term on whole groups, or on parts of them that `gather` puts together; with a KL at each prefix
+        prepared: the term on whole groups, or on parts that `gather` puts together; with a KL at each prefix
             only if every sequence has it. Sequences without a trained token count in no mean.
         gather, rank: the tensors of all processes, one after the other (None: this batch is all); the own place there.
     """

@@ -10,7 +10,7 @@ delta = log p - log q, m = (p + q) / 2, w = p / mu. A divergence is a sum over t
     js          (p log(p/m) + q log(q/m)) / 2                  p log(p/m) / 2
 
 since what reverse and forward add to the plain p delta and q (-delta) sums to 0. So its terms over the head and one
-weighted term of the sample, where that lies outside of it, have the right mean, value and gradient alike::
+weighted term of the sample, if it is outside the head, have the right mean, value and gradient alike::
 
     value      sum_S h + 1[y not in S] h(p_y, q_y) / mu_y
     gradient   sum_S sg(p dh/dp) grad log p + 1[y not in S] sg((p dh/dp)_y / mu_y) grad log p_y         1/mu = w/p
@@ -130,14 +130,14 @@ def topk_kl(
     Value: unbiased for every k, and >= 0. Infinite where the anchor forbids what the policy allows (forward: the other
     way round), in the head or at the sampled token; a policy that forbids the token that was sampled has no value.
     Gradient: unbiased for every k, in `policy_head` and `policy_target`; exactly 0 where policy and anchor agree, for
-    every sample. Where the sampler truncates (top-p, with mu renormalised in w), value and gradient are those of the
-    generalised KL over head and nucleus, a lower bound. Once differentiable.
+    every sample. Where the sampler truncates (top-p, with mu renormalised in w), value and gradient are the
+    generalised KL's over head and nucleus, a lower bound. Once differentiable.
     Shapes: [..., K], [..., K], [...] x 3 -> [...]; K may be 0. float16 and bfloat16 are computed in float32.
 
     Args:
         policy_head, anchor_head: log-probabilities of the head's tokens, normalised over the whole vocabulary; the
             policy's with gradient.
-        policy_target, anchor_target: those of the sampled token.
+        policy_target, anchor_target: the sampled token's.
         outside: True = the sampled token is not in the head.
         direction: `reverse` = KL(policy || anchor), `forward` = KL(anchor || policy), or `js` as in `exact_kl`.
         tail: `sampled`, as above; `centered`, with the constant -log(P/Q) in the reverse direction. Others follow
@@ -152,7 +152,7 @@ def topk_kl(
         TensorError: no tensors, numbers or masks of the wrong type, or two devices.
         ShapeError: shapes differ.
         UnknownNameError: an unknown direction or tail.
-        ConfigError: policy and anchor swapped (the anchor carries the gradient).
+        ConfigError: policy and anchor swapped (the anchor has a gradient).
     """
     check_name("KL direction", direction, DIRECTIONS)
     check_name("KL tail", tail, TAILS)
@@ -199,7 +199,7 @@ def topk_kl_of(
     log_weight: Float[Tensor, "*shape"] | None = None,
     kept: Bool[Tensor, "*shape k"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """`topk_kl` of tokens that stand in one row: those of the head, and last the one that was sampled.
+    """`topk_kl` of tokens in one row: the head's tokens, and last the sampled one.
 
     Shapes: [..., K + 1] x 3, kept [..., K] -> [...]; `ids` may be any where `kept` is False.
     """

@@ -84,7 +84,7 @@ class Batch:
     Sampler: the anchor `sampler`; without it the old policy, without that one the policy itself.
     Gradient: flows into `policy_logprobs`, and into `kl` and `forward_kl` of each anchor. The rest is data.
     Shapes: [B, T] throughout, on one device; log-probabilities of any floating type; `advantages` also [B].
-    Padding is whatever the mask is False for.
+    Padding: the mask is False.
 
     `ref_logprobs` and `sampler_logprobs` are short for `anchors["reference"]` and `anchors["sampler"]`; they are
     arguments only, and are read as `logprobs_of(...)`.
@@ -212,7 +212,7 @@ def _describe(bad: Tensor, x: Tensor) -> str:
 
 
 FORBIDDEN = -9999.0
-"""A log-probability at or below it stands for -inf, which vLLM's servers write as -9999: JSON has no infinities."""
+"""A log-probability at or below it means -inf, which vLLM's servers write as -9999: JSON has no infinities."""
 SCORING = "check the scoring pass: dtype overflow, logits masked with -inf at the sampled token, or a mask over padding"
 NO_WEIGHTS = "look for NaN among the weights of the model that gave them, and load it whole, in its own data type"
 BOUND_IT = f"{SCORING}; if the model rules out what was sampled, teacher_max_log_ratio bounds its pull, and counts it"
