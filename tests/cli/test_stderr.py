@@ -4,7 +4,7 @@ import shlex
 import warnings
 from pathlib import Path
 
-from tests.cli.test_check import captured
+from tests.cli.test_verify import captured
 from tests.training.conftest import TINY, llama  # noqa: F401  (llama: a fixture)
 from transformers.utils import logging
 

@@ -125,11 +125,11 @@ def zero(seen: list[Seen]) -> bool:
     return all(found.kl.gradient.norm() < 1e-9 for _, found in seen)
 
 
-def neither(seen: list[Seen]) -> bool:
-    """Not along the gradient of either KL in all worlds at once, with one factor above 0."""
+def neither(seen: list[Seen], *others: str) -> bool:
+    """Not along the gradient of either KL, or of `others`, in all worlds at once, with one factor above 0."""
     return not any(
         all(cosine(found.kl.gradient, truth(name, chain, whole=True)) > 1 - 1e-7 for chain, found in seen)
-        for name in ("KL(policy||ref)", "KL(ref||policy)")
+        for name in ("KL(policy||ref)", "KL(ref||policy)", *others)
     )
 
 
@@ -150,7 +150,7 @@ def check_all(told: Told) -> None:
     check_gradient(told, "off-policy", 1, off=True)
     if advised := re.search(r"(kl|teacher)_off_policy='(\w+)' corrects", told.line("off-policy")):
         better = replace(told, config=replace(told.config, **{f"{advised[1]}_off_policy": advised[2]}))
-        assert not neither(better.seen(1, off=True, within=True))
+        assert not neither(better.seen(1, off=True, within=True), "JS")
     chain = random_chain(24, vocab=3, length=2)
     _, there = told.examine(replace(chain, policy_logits=chain.logits(told.who)))
     still = there.kl.gradient.norm() < 1e-9 and there.kl.gradient_variance < 1e-12

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from klamp.config import KLConfig, KLWarning, TeacherConfig
+from klamp.config import KLConfig, KLWarning, LossConfig, TeacherConfig
 from klamp.config.kl import ALIASES
+from klamp.config.loss import MASKS
 from klamp.errors import ConfigError
 from klamp.hosts.common.kl_fields import (
     PASSED,
@@ -39,7 +40,7 @@ def arguments(**changes: Any) -> Arguments:
 def test_every_field_of_the_configuration_is_there_but_beta() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(KLFields)}
     assert defaults.pop("klamp_report") is True, "the one field that is not of the KL"
-    assert defaults.keys() == (DEFAULTS.keys() - {"beta"}) | TAUGHT.keys() | ALIASES.keys()
+    assert defaults.keys() == (DEFAULTS.keys() - {"beta"}) | TAUGHT.keys() | ALIASES.keys() | {*MASKS}
     assert all(default is None for default in defaults.values())
     assert KLFields.__annotations__["kl_controller_factors"] == list[float] | None
 
@@ -73,8 +74,9 @@ def test_a_beta_that_is_none_is_refused(beta: float) -> None:
 
 
 def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
-    texts = field_texts(KLConfig) | field_texts(TeacherConfig)
-    assert texts.keys() == DEFAULTS.keys() | TAUGHT.keys()
+    texts = field_texts(KLConfig) | field_texts(TeacherConfig) | field_texts(LossConfig)
+    defaults = DEFAULTS | TAUGHT | {name: getattr(LossConfig, name) for name in MASKS}
+    assert texts.keys() >= defaults.keys()
     for field in dataclasses.fields(KLFields):
         shown = field.metadata["help"] % ()
         if field.name == "klamp_report":
@@ -82,7 +84,7 @@ def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
         elif field.name in ALIASES:
             assert shown == "Another name of beta."
         else:
-            assert shown.startswith(texts[field.name]) and repr((DEFAULTS | TAUGHT)[field.name]) in shown
+            assert shown.startswith(texts[field.name]) and repr(defaults[field.name]) in shown
     assert texts["kl_horizon"].endswith("also the effect of a token on the KL of later tokens.")
 
 
