@@ -36,6 +36,10 @@ SHIFT, EQUAL = 0.3, 0.02
 """How far `check` moves a reference that is nearer to the policy than `EQUAL`, in nats."""
 ROWS, POSITIONS, TOKENS = 4, 64, 1024
 """The size of the logits on which a loss on hidden states is checked."""
+EXACT = (
+    "kl_estimator='exact' sums over the vocabulary, out of this check's sight: klamp.check(loss, logits=, ref_logits=, "
+    "ids=) sees it, and `klamp explain` shows what the configuration follows"
+)
 Means = Literal["reverse", "forward", "js"]
 
 
@@ -146,10 +150,15 @@ class Listener:
         tokenizer = getattr(trainer, "_tokenizer", trainer.processing_class)
         ends = {"eos": tokenizer.eos_token_id} if ended else {"pad": tokenizer.pad_token_id}
         clip = (trainer.epsilon_low, trainer.epsilon_high) if hasattr(trainer, "epsilon_high") else None
-        return check_loss(
+        verdict = check_loss(
             loss, policy_logprobs=policy, ref_logprobs=ref, beta=beta, means=self.means or way, kl_in=where, clip=clip,
             save=self.save, once=False, host="trl", **tokens, **ends,
         )  # fmt: skip
+        session = session_of(trainer)
+        if session is None or session.term.value != "exact":
+            return verdict
+        mended = (replace(x, fix=EXACT) if x.code == "path-around" else x for x in verdict.findings)
+        return replace(verdict, findings=tuple(mended))
 
     def _meant(self, ref: Any) -> tuple[Any, Any, Any]:
         """The coefficient of a KL to `ref`, its direction, and where it enters, as far as the trainer says."""
