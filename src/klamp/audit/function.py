@@ -48,7 +48,9 @@ def load_function(path: str) -> Callable[..., Any]:
             loaded: Any = SimpleNamespace(**runpy.run_path(str(with_end(at_home(module)))))
         else:
             loaded = import_module(module)
-    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # importing runs the user's code, which may raise anything
         got, why = text_of(error), "it is looked for in this folder and in the installed packages"
         fix = "run from the folder that holds the module, put it on PYTHONPATH, or write path/to/file.py:function"
         raise ConfigError(f"{path} cannot be imported", got=got, why=why, fix=fix) from error

@@ -117,8 +117,7 @@ def check(  # noqa: PLR0913
         ref_logits, teacher_logits: the logits of the reference or the teacher at the same places.
         ids, temperature: the tokens; what the logits are divided by.
         pad, eos: the id of padding; the id or ids that end a completion.
-        segments: the completion of each place of packed rows.
-        group_size: completions per prompt, next to each other.
+        segments, group_size: the completion of each place of packed rows; completions per prompt, side by side.
         loss_scale: what the loss was multiplied by for mixed precision.
         watched: from `klamp.watch`.
         example: (policy_logprobs, ref_logprobs) for a function.
