@@ -1,4 +1,4 @@
-"""Audits of other packages: the trainers that `klamp audit` knows by name, with the versions that were tried."""
+"""Audits of other packages: the trainers that `klamp audit` has by name, with the versions that were tried."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from klamp.errors import KlampError, UnsupportedVersion, missing_library, unknow
 if TYPE_CHECKING:  # torch is loaded with the first subject: the help needs the names alone
     from klamp.audit.examine import Subject
     from klamp.core.types import Direction
-
 
 HOSTS = {
     "trl": "trl>=1.7.1,<=1.16.0",
@@ -40,8 +39,7 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
     if name not in HOSTS:
         why = f"klamp knows {', '.join(HOSTS)}; anything else goes by module:function"
         raise unknown_name("host", name, HOSTS, why=why)
-    tried = HOSTS[name]
-    requirement = Requirement(tried)
+    tried, requirement = HOSTS[name], Requirement(HOSTS[name])
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:

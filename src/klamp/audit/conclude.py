@@ -21,7 +21,7 @@ from klamp.audit.verdict import CheckFinding, Verdict, finding
 
 RIGHT = {"reverse": ("reverse", "squared"), "forward": ("forward",)}  # what was meant -> the classes that are right
 CODES = {"old": "kl-other-anchor", "k3": "kl-k3-in-advantage"}  # class -> the finding, where it is not `kl-CLASS`
-CONSTANT = "it is the same for each token, whatever the reference says (k1 differentiated)"
+CONSTANT = "it is one number for each token, with any reference (k1 differentiated)"
 UNREADABLE = {"empty-mask", "not-finite", "gradient-not-finite", "not-log-probabilities"}  # findings that end a check
 BETA_OFF = 0.05  # from which share on a beta is another one
 BETA_AGREE = 0.02  # within which share all accepted forms have to agree on it
@@ -104,7 +104,7 @@ class Reading:
         self.t = Tokens.of(self.arrays, self.facts)
         self._leave_out()
         self.explained = self.policy = explain(self.t)
-        if (part := self.t.policy_part) is not None:  # of a watched loss the policy loss is explained by itself
+        if (part := self.t.policy_part) is not None:  # a watched loss: the policy loss is explained alone
             self.policy = explain(replace(self.t, gradient=part, policy_part=None, ref=None))
         if self.explained.stage == "unknown":
             self._try_shifts()
@@ -129,9 +129,14 @@ class Reading:
             self.say("few-tokens", count=self.t.policy.size)
         beta, mean = self._size(), self._mean()
         names = {" = ".join(x.policy.names[:5]) if x.policy else None for x in self.policy.fits}
+        t, visible = self.t, self.visible is not None and np.isfinite(self.visible)
+        summary = (
+            f"{t.policy.size} trained tokens of {t.lengths.size} completions, {self.facts.get('dtype', 'float32')}"
+        )
+        summary += f", |log-ratio| {t.distance:.2g} nats RMS" * (t.ref is not None)
         return Verdict.of(
             self.findings,
-            summary=self._summary(),
+            summary=summary + (f"; a KL with beta above {self.visible:.1g} would be seen" if visible else ""),
             found=self._found(beta),
             kl=self.kl,
             beta=beta,
@@ -181,7 +186,7 @@ class Reading:
         fit, t = self.policy.best, self.t
         if t.advantage is None or not np.any(t.advantage):
             return
-        if fit is None:  # of no known form: if the loss was watched, its direction shows all the same
+        if fit is None:  # of no known form: a watched loss still shows its direction
             part = np.zeros_like(t.advantage) if t.policy_part is None else t.policy_part
             sign = -1 if part @ t.advantage > 0.5 * np.linalg.norm(part) * np.linalg.norm(t.advantage) else 1
         elif self.policy.stage == "free":
@@ -222,7 +227,6 @@ class Reading:
                 self._cautions(fit.kl, kinds)
 
     def _judge(self, kinds: Sequence[str], coefficient: float) -> None:
-        """Judge a KL by the sign of its coefficient, which is right if it is that of beta."""
         direction = int(np.sign(coefficient)) * (-1 if (self.beta or 0) < 0 else 1)
         self.kl, findings = judge_kinds(kinds, direction, self._means)
         self.findings += findings + ([finding("kl-beyond")] if direction > 0 > (self.beta or 0) else [])
@@ -370,13 +374,6 @@ class Reading:
             self.say("two-means", policy=w, kl=u)
             return f"{w}; KL {u}"
         return w or u
-
-    def _summary(self) -> str:
-        t = self.t
-        line = f"{t.policy.size} trained tokens of {t.lengths.size} completions, {self.facts.get('dtype', 'float32')}"
-        line += f", |log-ratio| {t.distance:.2g} nats RMS" * (t.ref is not None)
-        visible = self.visible is not None and np.isfinite(self.visible)
-        return line + (f"; a KL with beta above {self.visible:.1g} would be seen" if visible else "")
 
     def _found(self, beta: float | None) -> str:
         fit, first, beside = self.explained.best, self.policy.best, self.facts.get("beside")

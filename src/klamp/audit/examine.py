@@ -30,7 +30,7 @@ class AuditedLoss:
     """A loss of a trainer, or a KL; what `compute` takes and returns:
 
     "logprobs": (policy, ref, old, mask), [B, T] each -> the KL part of a loss; with advantages, [B], as the fifth, the
-    whole loss. "function": (policy, ref) -> [B, T], or a whole loss. "reward": the same, to be subtracted from the
+    whole loss. "function": (policy, ref) -> [B, T], or a whole loss. "reward": a "function" that is subtracted from the
     reward. "sequences": a batch -> a loss of distillation.
     """
 
@@ -75,7 +75,6 @@ class AuditedLoss:
         return check(loss, policy_logprobs=now, ref_logprobs=ref, old_logprobs=old, mask=mask, **facts)
 
     def _loss(self, batch: Sequences, scores: Scores) -> Tensor:
-        """What it makes of a batch without a reward."""
         now, ref, old, mask = scores
         if self.takes == "sequences":
             return self.compute(batch)
@@ -86,7 +85,6 @@ class AuditedLoss:
         return self.compute(*scores, now.new_zeros(len(now))) if self.whole else self.compute(*scores)
 
     def _padding(self) -> Iterator[CheckFinding]:
-        """Does more padding change the gradient of the trained tokens?"""
         batches = [Sequences.drawn(padding=x) for x in (0, PADDING)]
         plain, padded = (gradient_of(self._loss(x, x.scores), x.student)[pad(x.mask[:, 1:], (0, 1))] for x in batches)
         if (padded - plain).norm() > 1e-3 * plain.norm():
@@ -95,7 +93,7 @@ class AuditedLoss:
 
     @cached_property
     def distances(self) -> tuple[float | None, float | None]:
-        """How far its expected gradient is from that of the divergence that it promises, as a share of the latter.
+        """How far its expected gradient is from the gradient that it promises, as a share of the latter.
 
         On tokens of the present policy, and of one that has moved since. None: the trainer raises an exception.
         """
@@ -134,7 +132,7 @@ def audit(subject: Subject) -> dict[str, Verdict]:
     for loss in subject.losses:
         try:
             verdicts[loss.name] = loss.verdict()
-        except Exception as error:  # whatever the trainer raises is the finding
+        except Exception as error:  # any error of the trainer is the finding
             cause = error.__cause__ or error
             what = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}".rstrip(": .")
             verdicts[loss.name] = Verdict.of([finding("check-failed", error=what)])

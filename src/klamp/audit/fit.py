@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -132,9 +133,8 @@ def _accepted(fits: Iterable[Fit]) -> list[Fit]:
 
 def _alone(problem: _Problem, means: tuple[str, ...]) -> list[Fit]:
     """A policy loss without a KL; without advantages, no gradient at all."""
-    if not problem.policies:
-        return [_refined(problem, None, None, (None, None))]
-    return [_refined(problem, form, None, (mean, None)) for mean in means for form in problem.policies]
+    pairs = [*product(means, problem.policies)] or [(None, None)]
+    return [_refined(problem, form, None, (mean, None)) for mean, form in pairs]
 
 
 def _pairs(problem: _Problem, means: list[tuple[str, str]]) -> Iterator[Fit]:

@@ -152,7 +152,7 @@ def masks(t: Tokens, off: Array) -> list[str]:
         return []
     x, p, q, a = t.policy - other, np.exp(t.policy), np.exp(other), np.sign(t.advantage)
     binary = -q * x + (1 - q) * np.log((1 - q + 1e-30) / (1 - p + 1e-30))
-    distances = {  # name -> a distance, and what tells its two sides apart, which may have two bounds
+    distances = {  # name -> a distance, and the sign of its side; each side may have a bound of its own
         "dppo_tv": (a * (p - q), a),
         "dppo_kl": (a * np.sign(x) * binary, a),
         "a clip of the ratio": (a * x, a),
@@ -208,7 +208,7 @@ SAME = 1e-10  # 1 - |cosine| below which two columns are one
 
 
 def distinct(forms: Iterable[Form]) -> list[Form]:
-    """The forms whose columns differ in direction; each takes over the names of the ones that it stands for."""
+    """The forms whose columns differ in direction; each takes over the names of those that it replaces."""
     first: list[Form] = []
     sizes: list[float] = []
     for form in forms:

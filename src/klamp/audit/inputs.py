@@ -105,15 +105,10 @@ def _per_token(t: Tokens, a: Array) -> AdvantageForm:
     """Advantages that differ within a completion: a KL per token, of this token alone or with the later ones."""
     if t.ref is None:
         return AdvantageForm("one per token")
-    forms = {
-        "k1 per token, of the present policy": t.d,
-        "k1 per token, of the old policy": t.d_old,
-        "k1 of this and later tokens": t.courses["later log-ratios"],
-        "k1 of this and later tokens, of the old policy": t.courses["later old - ref"],
-        "k3 per token": k3(t.d),
-        "k3 per token, of the old policy": k3(t.d_old),
-        "abs per token": np.abs(t.d),
-    }
+    forms: dict[str, Array] = {"k1 per token, of the present policy": t.d, "abs per token": np.abs(t.d)}
+    for whose, d in (("", t.d), (", of the old policy", t.d_old)):
+        forms |= {f"k1 per token{whose}": d, f"k1 of this and later tokens{whose}": t.to_go(d)}
+        forms[f"k3 per token{whose}"] = k3(d)
     y = a - t.average(a)
     for name, kl in forms.items():
         if slope := proportional(y, kl - t.average(kl)):

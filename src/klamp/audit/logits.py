@@ -1,7 +1,7 @@
 """Checks losses on logits: distillation, an exact KL, and whether log-probabilities follow from logits.
 
 A divergence D(s, t) of s = softmax(z / T) has the gradient s (h - sum s h) / T in z, with h = dD/ds. Each candidate is
-its h; a head of k tokens is found from the gradient itself, which is -s times a constant outside of it.
+its h. A head of k tokens is found from the gradient itself, which outside the head is -s times a constant.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REVERSE, FORWARD = "KL(student||teacher)", "KL(teacher||student)"
 def check_logits(
     loss: Tensor, logits: Tensor | None, teacher_logits: Tensor | None, *, means: str, ids: Any, **options: Any
 ) -> Verdict:
-    """The verdict on a loss of logits [.., V], against those of a teacher; mask, beta, temperature as of `check`."""
+    """The verdict on a loss of logits [.., V], against a teacher's logits; mask, beta, temperature as in `check`."""
     if not isinstance(logits, Tensor) or not logits.requires_grad:
         what, why = "a check needs policy_logprobs or logits with a gradient", "the verdict follows from that gradient"
         fix = "pass the tensor that the loss comes from, or compute the loss from klamp.tap(logp)"
@@ -69,12 +69,9 @@ def check_logits(
 
 def not_computed_from(tensor: str, copies: str, fix: str = "") -> TensorError:
     """The error for a tensor that a loss does not depend on."""
-    return TensorError(
-        f"the loss was not computed from {tensor}",
-        got="no gradient reaches it",
-        why=f"a copy ({copies}) is another tensor than the one in the loss",
-        fix="pass the tensor that the loss was computed from, before any slice, cast or product" + fix,
-    )
+    what, why = f"the loss was not computed from {tensor}", f"a copy ({copies}) is not the tensor in the loss"
+    fix = "pass the tensor that the loss was computed from, before any slice, cast or product" + fix
+    return TensorError(what, got="no gradient reaches it", why=why, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +158,7 @@ CONSTANTS = {("reverse", "no tail"): 1, ("reverse", "generalised"): 0, ("forward
 
 
 def _head(forms: Sequence[Divergence], p: Positions) -> list[CheckFinding]:
-    """What a head leaves out: nothing, where the sampled token stands for the tail with the head's constant."""
+    """What a head leaves out: nothing, if the sampled token adds the tail with the head's constant."""
     best, ids = forms[0], np.asarray(p.ids)
     for x in (x for x in forms if x.rest is not None and x.kind == best.kind and x.head in ("no tail", "generalised")):
         ell = np.subtract(*_log_probs(x, p))
@@ -209,7 +206,7 @@ def _double_softmax(p: Positions) -> str:
 
 
 def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[CheckFinding]]:
-    """A gradient through the sampled token alone: name its coefficient as that of a sampled KL."""
+    """Names the KL whose coefficient a gradient through the sampled token alone has."""
     ids = p.ids if p.ids is not None else np.zeros(len(p.student), int)
     log_s, log_t = (log_softmax(x / t) for x, t in zip((p.student, p.teacher), best.temperatures, strict=True))
     rows = np.arange(len(ids))
@@ -224,7 +221,7 @@ def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[Chec
         if proportional(best.scale, bucket) > 0:
             return "reverse", [finding("head-bucket", size=1)]
         if name := _prefix_kl(best.scale, log_s, log_t):
-            what = f"the {name} of a position is a factor of the score, the same whatever token was sampled"
+            what = f"the {name} of a position is a factor of the score, one for every sampled token"
             return "zero", [finding("kl-zero", what=what)]
         return "unknown", [finding("unknown", what="the sampled tokens have a factor that no known KL explains")]
     kinds, sign = explained.kinds, int(np.sign(explained.fits[0].b))
@@ -236,7 +233,7 @@ def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[Chec
 
 
 def _prefix_kl(scale: Array, log_s: Array, log_t: Array) -> str:
-    """The KL over a prefix's vocabulary, or over a head of it, that a coefficient of the score is proportional to."""
+    """The KL of a prefix, over the vocabulary or over a head, that a coefficient of the score is proportional to."""
     for name, log_p, log_q in (("reverse KL", log_s, log_t), ("forward KL", log_t, log_s)):
         terms = np.exp(log_p) * (log_p - log_q)
         if proportional(scale, terms.sum(1)):
@@ -244,7 +241,7 @@ def _prefix_kl(scale: Array, log_s: Array, log_t: Array) -> str:
         for log_head, whose in ((log_t, "teacher's"), (log_s, "student's")):
             best = np.argsort(-log_head, axis=1)[:, :128]
             part, p, q = (np.take_along_axis(x, best, 1).cumsum(1) for x in (terms, np.exp(log_p), np.exp(log_q)))
-            # as it is; with renormalised weights; with both sides renormalised
+            # the plain sum; with renormalised weights; with both sides renormalised
             forms = (part, part / p, part / p - np.log(p / q))
             if any(proportional(scale, x[:, k]) for x in forms for k in range(x.shape[1] - 1)):
                 return f"{name} over the {whose} head"
@@ -261,7 +258,7 @@ def _described(best: Divergence) -> str:
 def reproduce(
     arrays: Mapping[str, Any], logits: Tensor, other: Tensor | None, temperature: float
 ) -> Iterator[CheckFinding]:
-    """Whether the log-probabilities of policy, reference and sampler are those of the logits at the ids."""
+    """Whether the log-probabilities of policy, reference and sampler follow from the logits at the ids."""
     mask, ids = arrays["mask"], arrays["ids"]
     if tuple(logits.shape[:-1]) != mask.shape:
         yield finding("logits-shape", logits=tuple(logits.shape[:-1]), tokens=mask.shape)
@@ -297,10 +294,10 @@ def _reproduced(name: str, x: Array, logits: Tensor, ids: Any, mask: Any, temper
         side = "next" if shift > 0 else "previous"
         what = f"{name} is read from the logits of the {side} place"
         if of_ids:
-            what = f"{name} at each place is that of the {side} token in ids (or ids was passed unshifted)"
+            what = f"{name} at each place belongs to the {side} token in ids (or ids was passed unshifted)"
         yield finding("shift", what=what, tensor=name, shift=shift)
     if heat != temperature:
-        what = f"{name} is that of logits divided by {heat:g}, not by {temperature:g}"
+        what = f"{name} follows from logits divided by {heat:g}, not by {temperature:g}"
         yield finding("temperature", what=what, tensor=name, heat=heat)
 
 
@@ -316,9 +313,8 @@ def beside(
     score = _score(np.exp(log_softmax(p.student / temperature)), np.asarray(p.ids))
     factor = np.zeros(len(score)) if part is None else _array(part, p.where)
     rest = p.gradient - factor[:, None] * score / temperature
-    if np.abs(rest).max() < 1e-5 * np.abs(p.gradient).max():
-        return None
-    forms = [x for x in explain_logits(replace(p, gradient=rest)) if x.kind in DIVERGENCES]
+    forms = explain_logits(replace(p, gradient=rest)) if np.abs(rest).max() >= 1e-5 * np.abs(p.gradient).max() else []
+    forms = [x for x in forms if x.kind in DIVERGENCES]
     if not forms:
         return None
     best, mean = forms[0], mean_of(forms[0], p)
@@ -363,7 +359,7 @@ def explain_logits(p: Positions) -> list[Divergence]:
 
 
 def mean_of(best: Divergence, p: Positions) -> str | None:
-    """What the coefficients of the positions are those of: a mean over tokens, or over sequences; None: neither."""
+    """Whether the coefficients of the positions are a mean over tokens or over sequences; None: neither."""
     if best.kind in ("none", "sampled") or len(p.where) != 2:
         return None
     means = {"token": best.scale, "sequence": best.scale * p.trained.sum(1)[p.where[0]]}
@@ -451,7 +447,6 @@ def _headed(heads: Array, log_s: Array, log_t: Array) -> Iterator[_Term]:
 
 
 def _fitted(p: Positions, terms: Sequence[_Term], heats: tuple[float, float], size: int) -> Divergence:
-    """Fit one coefficient per position and term."""
     (kind, name, _, head), *second = terms
     x = np.stack([term.column for term in terms], axis=-1)
     to_columns = x.swapaxes(1, 2)

@@ -95,8 +95,8 @@ def check(  # noqa: PLR0913
     Equation: g_t = d loss / d log policy_t is explained as a w_t (-A_t s_t) + b u_t c(log policy_t - log ref_t).
 
     Sampler: the policy, or the old policy where `old_logprobs` are passed; the verdict's classes assume it.
-    Gradient: read, never changed. Second derivatives are taken only where the policy is (nearly) the reference, or the
-    loss was watched; a loss that refuses them gets the answer "cannot tell" for what they would have shown.
+    Gradient: read, never changed. Second derivatives are taken near the reference and of a watched loss; if the loss
+    refuses them, the answer to what they would show is "cannot tell".
     Shapes: [B, T] for everything per token, [B] or [B, T] for advantages, [B, T, V] for logits; lists of 1-D tensors
     and packed rows with `segments` are accepted.
 
@@ -105,8 +105,7 @@ def check(  # noqa: PLR0913
         policy_logprobs: the very tensor that the loss was computed from; not needed after `tap`, or with logits alone.
         mask: True = a trained token.
         ref_logprobs: log-probabilities under the reference, or under the teacher.
-        old_logprobs: under the policy at the start of the rollout's updates.
-        sampler_logprobs: as whoever sampled reported them.
+        old_logprobs, sampler_logprobs: under the policy at the start of the rollout's updates; as the sampler reported.
         advantages: as the loss uses them, before a KL that the loss itself puts into them.
         rewards: [B]; shows whether the advantages hold a KL.
         beta: the coefficient that the KL is meant to have; negative beyond a teacher.
@@ -115,19 +114,14 @@ def check(  # noqa: PLR0913
         clip: the clip range of the ratio, as distances from 1.
         kl_in: where the KL is meant to be; "loss" lets a missing one be called wrong.
         logits: the policy's, at the places of `policy_logprobs`; without `policy_logprobs` a loss on logits is checked.
-        ref_logits: the reference's logits at the same places.
-        teacher_logits: the same of the teacher.
-        ids: the tokens.
-        temperature: what the logits are divided by.
-        pad: the id of padding.
-        eos: the id or ids that end a completion.
-        segments: the completion of each place of packed rows.
-        group_size: completions per prompt, next to each other.
+        ref_logits, teacher_logits: the logits of the reference or the teacher at the same places.
+        ids, temperature: the tokens; what the logits are divided by.
+        pad, eos: the id of padding; the id or ids that end a completion.
+        segments, group_size: the completion of each place of packed rows; completions per prompt, side by side.
         loss_scale: what the loss was multiplied by for mixed precision.
         watched: from `klamp.watch`.
         example: (policy_logprobs, ref_logprobs) for a function.
-        save: write a capture file there, for `klamp check FILE`.
-        save_ids: store token ids in it.
+        save, save_ids: write a capture file there, for `klamp check FILE`; store token ids in it.
         once: check each call site once, and return the first verdict afterwards.
         host: the name of the trainer, for the capture.
 
@@ -264,7 +258,6 @@ class _Batch:
         return True
 
     def _store(self, name: str, parts: Sequence[Tensor | None]) -> None:
-        """Keep a gradient, divided by the scale of the loss."""
         whole = [torch.zeros_like(x) if g is None else g for g, x in zip(parts, self.inputs, strict=True)]
         self._add(name, whole if self.is_list else whole[0])
         self.arrays[name] /= self.call.loss_scale

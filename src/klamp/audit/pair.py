@@ -44,12 +44,10 @@ def check_pair(
     Every pair of values is (policy, teacher). Ids are the example's, prompt and answer, without padding.
 
     Args:
-        policy_tokenizer: the policy's: any object with `get_vocab`, `encode` and `decode`.
-        teacher_tokenizer: the one of the teacher or the reference.
+        policy_tokenizer, teacher_tokenizer: any objects with `get_vocab`, `encode` and `decode`.
         example: messages that end with the assistant's answer, or two texts (prompt, answer).
         teacher_example: the example as the teacher sees it, if its prompt is another one.
-        policy_ids: the ids that the policy is trained on.
-        teacher_ids: the ids that the teacher receives.
+        policy_ids, teacher_ids: the ids that the policy is trained on, and those that the teacher receives.
         prompt_lengths: how many ids the trainer cuts off as the prompt.
         end_ids: the id or ids at which generation stops; None: each tokenizer's end token.
         template_options: arguments of both chat templates, such as `{"enable_thinking": False}`.

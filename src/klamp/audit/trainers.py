@@ -51,7 +51,7 @@ def trl() -> Subject:
 
 
 def stand_in(path: str, **options: Any) -> Any:
-    """The trainer at `module:start of its name` without models; an attribute that it lacks is that of its arguments."""
+    """The trainer at `module:start of its name` without models; an attribute that it lacks comes from its arguments."""
     kind = pkgutil.resolve_name(f"{path}Trainer")
     args = SimpleNamespace(**_defaults(pkgutil.resolve_name(f"{path}Config")) | options)
     trainer: Any = object.__new__(type(kind.__name__, (kind,), {"__getattr__": lambda _, name: getattr(args, name)}))
@@ -74,16 +74,10 @@ def stand_in(path: str, **options: Any) -> Any:
 
 
 def _trl_grpo(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, **options: Any) -> Tensor:
-    """TRL's whole loss at beta 1."""
     tokens, prompt = mask.long(), torch.ones(len(mask), 1, dtype=torch.long)
-    inputs = {
-        **dict.fromkeys(("prompt_ids", "prompt_mask"), prompt),
-        **dict.fromkeys(("completion_ids", "completion_mask"), tokens),
-        "advantages": advantages,
-        "old_per_token_logps": old,
-        "ref_per_token_logps": ref,
-        "num_items_in_batch": tokens.sum(),
-    }
+    inputs = {"advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": ref}
+    inputs |= dict.fromkeys(("prompt_ids", "prompt_mask"), prompt)
+    inputs |= dict.fromkeys(("completion_ids", "completion_mask"), tokens) | {"num_items_in_batch": tokens.sum()}
     trainer = stand_in("trl:GRPO", beta=1.0, steps_per_generation=1, **options)
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (policy, torch.zeros_like(policy), None)
     return trainer._compute_loss(trainer.model, inputs)
@@ -92,34 +86,28 @@ def _trl_grpo(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, advantages
 def _trl_distillation(path: str) -> Iterator[AuditedLoss]:
     defaults, trainer = _defaults(pkgutil.resolve_name(f"{path}Config")), path.partition(":")[2]
     for name, options in _rows(path, defaults):
-        own: dict[str, Any] = (
-            {"distillation_alpha": 1.0 if "=iw_opd" in name else defaults.get("beta")} | defaults | options
-        )
+        alpha = 1.0 if "=iw_opd" in name else defaults.get("beta")
+        own: dict[str, Any] = {"distillation_alpha": alpha} | defaults | options
         yield AuditedLoss(
             name=f"{trainer}, {name.replace('distillation_', '')}",
             compute=lambda batch, options=options: _trl_loss(stand_in(path, **options), batch),
             takes="sequences",
             means=of_beta(options.get("beta", own["distillation_alpha"])),
-            temperature=1.0 if trainer == "GKD" else own["temperature"],  # of GKD, that of sampling alone
+            temperature=1.0 if trainer == "GKD" else own["temperature"],  # GKD's is for sampling alone
         )
 
 
 def _trl_loss(trainer: Any, batch: Sequences) -> Tensor:
-    """What a trainer for distillation computes from its own form of a batch; padding stands after the completions."""
+    """What a trainer for distillation computes from its own form of a batch; padding follows the completions."""
     prompt, completion = batch.tokens.split([PROMPT, batch.tokens.shape[1] - PROMPT], dim=1)
     old = logprobs_of(batch.aligned.old / trainer.temperature, batch.aligned.tokens)
     real = torch.cat([torch.ones_like(prompt), batch.mask[:, PROMPT:]], 1)
-    inputs = {
-        "prompt_ids": prompt,
-        "prompt_mask": torch.ones_like(prompt),
-        "completion_ids": completion,
-        "completion_mask": batch.mask[:, PROMPT:].long(),
-        **dict.fromkeys(("input_ids", "teacher_input_ids"), batch.tokens),
-        **dict.fromkeys(("attention_mask", "teacher_attention_mask"), real.long()),
-        "labels": batch.tokens.masked_fill(~batch.mask, -100),
-        "old_per_token_logps": old[:, PROMPT - 1 :],
-        "rollout_logprobs": torch.nn.functional.pad(old, (1, 0)),
-    }
+    inputs = {"prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt)}
+    inputs |= {"completion_ids": completion, "completion_mask": batch.mask[:, PROMPT:].long()}
+    inputs |= dict.fromkeys(("input_ids", "teacher_input_ids"), batch.tokens)
+    inputs |= dict.fromkeys(("attention_mask", "teacher_attention_mask"), real.long())
+    inputs |= {"labels": batch.tokens.masked_fill(~batch.mask, -100), "old_per_token_logps": old[:, PROMPT - 1 :]}
+    inputs["rollout_logprobs"] = torch.nn.functional.pad(old, (1, 0))
     trainer.teacher_model = FixedLogits(batch.teacher)
     trainer.teacher_client = SimpleNamespace(get_sequence_logprobs=partial(_served, batch.teacher))
     loss = trainer.compute_loss(FixedLogits(batch.student), inputs, num_items_in_batch=batch.mask.sum())
@@ -169,7 +157,6 @@ def liger() -> Subject:
 
 
 def _liger_grpo(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, **options: Any) -> Tensor:
-    """What Liger's chunked loss computes from the log-probabilities of a chunk, at beta 1."""
     from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 
     scores = {"per_token_logps": policy, "ref_per_token_logps": ref, "old_per_token_logps": old}
@@ -277,7 +264,6 @@ def _verl_config(loss_mode: str = "vanilla", **options: Any) -> Any:
 
 
 def _verl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, advantages: Tensor, **options: Any) -> Tensor:
-    """verl's whole actor loss, with the KL at coefficient 1."""
     from verl.workers.utils.losses import ppo_loss
 
     pushes = advantages[:, None] * mask

@@ -71,7 +71,7 @@ class Verdict:
         return EXIT_CODES[self.ok]
 
     def codes(self, level: Level | None = None) -> tuple[str, ...]:
-        """The codes of all findings, or of those of one level."""
+        """The codes of all findings, or of the findings of one level."""
         return tuple(x.code for x in self.findings if level in (None, x.level))
 
     def raise_if_wrong(self) -> Verdict:

@@ -150,7 +150,6 @@ def print_summary(config: TrainConfig, summary: RunSummary) -> None:
 
 
 def _target_text(folder: Path) -> str:
-    """How well a run held its target, in words."""
     share, since = share_in_band(read_record(folder / METRICS_FILE)), "since the KL reached it"
     steps = "" if share is None else f"{100 * share:.0f} % of the steps {since}"
     return f"in the band (mean of 20 steps within 30 %) for {steps}" if steps else f"fewer than 20 steps {since}"

@@ -1,4 +1,4 @@
-"""`KLConfig`, the one KL configuration for every trainer: its choices, which of them go together, what they build."""
+"""`KLConfig`, the one KL configuration for every trainer: its choices, which choices go together, what they build."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from klamp.config.anchor import TINKER, choice
 from klamp.config.fields import Need, accepts_aliases, aliases_of, check_server, like, one_of, setting, without_effect
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, COEFFICIENT, POSITIVE, check_fields, check_number
 from klamp.core.clipping import ClipLevel
-from klamp.core.controllers import (
-    FixedController,
-    HoldController,
-    ProportionalController,
-    Schedule,
-    StepController,
-)
+from klamp.core.controllers import FixedController, HoldController, ProportionalController, Schedule, StepController
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import check_gradient_choice
 from klamp.core.term import KLTerm, OffPolicy, Placement, Weighted, gates_on_itself
@@ -268,7 +262,7 @@ def refusals(c: KLConfig) -> list[Refusal]:
     rows: list[tuple[object, str, str, str, str]] = [
         (not in_loss and c.kl_gradient != "reverse",
          f"kl_gradient={c.kl_gradient!r} has no meaning with kl_placement={c.kl_placement!r}", "",
-         "in the reward or the advantage the gradient is that of the score function: reverse",
+         "in the reward or the advantage the gradient is the score function's: reverse",
          "leave kl_gradient='reverse', or set kl_placement='loss'"),
         (clipped and in_loss and (c.kl_estimator, c.kl_gradient) == ("k1", "own"),
          "a clipped k1-as-loss is refused", "", "k1's own gradient is zero in expectation; gated by a clip it becomes "

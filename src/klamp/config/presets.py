@@ -43,9 +43,7 @@ PRESETS: Mapping[str, Preset] = {
     "exact-objective-loss": Preset("docs/where-it-ends", {"beta": 0.01, "kl_horizon": "sequence"}),
     # The paper differentiates k3 itself; the gradient that this has is named here: forward.
     "grpo": Preset(
-        "DeepSeekMath, arXiv:2402.03300",
-        {"beta": 0.04, "kl_gradient": "forward"},
-        {"loss_type": "grpo", **_GROUP_MEAN},
+        "DeepSeekMath, arXiv:2402.03300", {"beta": 0.04, "kl_gradient": "forward"}, {"loss_type": "grpo", **_GROUP_MEAN}
     ),
     "dr_grpo": Preset("Dr. GRPO, arXiv:2503.20783", {"beta": 0.0}, {"loss_type": "dr_grpo", **_GROUP_MEAN}),
     "dapo": Preset("DAPO, arXiv:2503.14476", {"beta": 0.0}, {"loss_type": "dapo", "epsilon_high": 0.28, **_GROUP_MEAN}),

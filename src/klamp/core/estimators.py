@@ -124,10 +124,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
 
 
 def kl_estimate(
-    policy_logprobs: Float[Tensor, "*shape"],
-    ref_logprobs: Float[Tensor, "*shape"],
-    *,
-    estimator: Estimator = "k3",
+    policy_logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"], *, estimator: Estimator = "k3"
 ) -> Float[Tensor, "*shape"]:
     """Per-token estimate of KL(policy || ref) in nats.
 

@@ -208,12 +208,9 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
     if config.run.max_steps < step:
         refused["max_steps"] = f"{step} steps are done; to go back, delete the newer checkpoints"
     if name := next((name for name in changes if name in refused), ""):
-        raise ConfigError(
-            f"a resume cannot change {name}",
-            got=f"{in_words({name: changes[name]})}, after step {step} of {folder}",
-            why=refused[name],
-            fix=f"leave {name} as it was, or {new_run(newest)}",
-        )
+        got, why = f"{in_words({name: changes[name]})}, after step {step} of {folder}", refused[name]
+        fix = f"leave {name} as it was, or {new_run(newest)}"
+        raise ConfigError(f"a resume cannot change {name}", got=got, why=why, fix=fix)
     return step, in_words(changes)
 
 

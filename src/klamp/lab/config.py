@@ -17,15 +17,7 @@ from klamp.config.beyond import baseline_cautions
 from klamp.config.fields import check_cluster, check_server, resolve_aliases, setting
 from klamp.config.kl import DType
 from klamp.config.teacher import ALL_ALIASES, UNBIASED
-from klamp.core.arguments import (
-    ABOVE_0_TO_1,
-    AT_LEAST_0,
-    AT_LEAST_1,
-    FROM_0_BELOW_1,
-    POSITIVE,
-    Numbers,
-    check_fields,
-)
+from klamp.core.arguments import ABOVE_0_TO_1, AT_LEAST_0, AT_LEAST_1, FROM_0_BELOW_1, POSITIVE, Numbers, check_fields
 from klamp.core.controllers import Schedule
 from klamp.doctor.alarms import check_names
 from klamp.errors import KLWarning, Refusal, refuse

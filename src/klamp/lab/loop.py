@@ -485,12 +485,11 @@ class Trainer:
         teacher = self.context.config.teacher
         itself = teacher.kind in OF_THE_POLICY or teacher.teacher_model == self.context.config.model.model
         kl = abs(metrics.get("teacher/kl", 0.0))
-        if itself and not teacher.teacher_prompt and kl > STEP_ZERO_KL:
-            text = (
-                f"The KL to the teacher before the first update is {kl:.2e} nats per token and should be about 0: it "
-            )
-            text += "is the same model at the same prompts. Its numbers may be of other tokens or another temperature."
-            self.tell(lambda o: o.on_warning(text))
+        if not itself or teacher.teacher_prompt or not kl > STEP_ZERO_KL:
+            return
+        text = f"The KL to the teacher before the first update is {kl:.2e} nats per token and should be about 0: it is "
+        text += "the same model at the same prompts. Its numbers may be of other tokens or another temperature."
+        self.tell(lambda o: o.on_warning(text))
 
     def stopped(self) -> TrainingStopped:
         """The error for an interrupt, once the state is saved."""

@@ -102,12 +102,9 @@ def follow(kl: KLConfig, loss: LossConfig, world: Scene, teacher: TeacherConfig 
         ConfigError: tokens that carry no KL; the worlds here have none.
     """
     if kl.excludes:
-        raise ConfigError(
-            "tokens without a KL cannot be followed to where they end",
-            got=f"kl_exclude_tokens={kl.kl_exclude_tokens}",
-            why="the optimum of a KL over some of the tokens is another one",
-            fix="leave kl_exclude_tokens out",
-        )
+        got = f"kl_exclude_tokens={kl.kl_exclude_tokens}"
+        why, fix = "the optimum of a KL over some of the tokens is another one", "leave kl_exclude_tokens out"
+        raise ConfigError("tokens without a KL cannot be followed to where they end", got=got, why=why, fix=fix)
     price = configured_price(
         kl, loss, group_size=world.group_size, mean_length=world.mean_length, max_length=world.chain.length
     ).per_completion

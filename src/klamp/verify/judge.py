@@ -98,12 +98,10 @@ def exact(y: Outcomes) -> Tensor:
 def _call(function: KLFunction, policy: Tensor, ref: Tensor) -> Tensor:
     values = function(policy, ref)
     if not isinstance(values, Tensor) or values.shape != policy.shape:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ShapeError(
-            "a KL function must return one number per token",
-            got=tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__,  # pyright: ignore
-            why=f"it got log-probabilities of shape {tuple(policy.shape)}",
-            fix="wrap it so that it takes and returns [batch, tokens]",
-        )
+        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        why = f"it got log-probabilities of shape {tuple(policy.shape)}"
+        fix = "wrap it so that it takes and returns [batch, tokens]"
+        raise ShapeError("a KL function must return one number per token", got=got, why=why, fix=fix)
     return values
 
 

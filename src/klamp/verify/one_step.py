@@ -70,12 +70,9 @@ class Scene:
         count = len(self.outcomes.probs)
         groups = math.comb(count + self.group_size - 1, self.group_size)
         if groups > MAX_GROUPS:
-            raise ConfigError(
-                "this scene has too many groups to enumerate",
-                got=f"{count} completions in groups of {self.group_size}: {groups}",
-                why=f"at most {MAX_GROUPS} are listed",
-                fix="use a shorter chain, or groups of 2",
-            )
+            got = f"{count} completions in groups of {self.group_size}: {groups}"
+            why, fix = f"at most {MAX_GROUPS} are listed", "use a shorter chain, or groups of 2"
+            raise ConfigError("this scene has too many groups to enumerate", got=got, why=why, fix=fix)
         object.__setattr__(self, "rewards", self.rewards.expand(count))
 
     @functools.cached_property
@@ -299,12 +296,10 @@ def _check_exclusions(kl: KLConfig, vocab: int) -> None:
     unknown = [name for name in kl.kl_exclude_tokens if not isinstance(name, int) or not 0 <= name < vocab]
     if not unknown:
         return
-    raise ConfigError(
-        "this world cannot tell which tokens carry no KL",
-        got=f"kl_exclude_tokens={unknown}",
-        why=f"its tokens are the numbers 0 to {vocab - 1}, without text; ignored, another KL would be examined",
-        fix="use numbers of this world in kl_exclude_tokens, or leave it out",
-    )
+    got = f"kl_exclude_tokens={unknown}"
+    why = f"its tokens are the numbers 0 to {vocab - 1}, without text; ignored, another KL would be examined"
+    fix = "use numbers of this world in kl_exclude_tokens, or leave it out"
+    raise ConfigError("this world cannot tell which tokens carry no KL", got=got, why=why, fix=fix)
 
 
 def _kl_mask(kl: KLConfig, y: Outcomes) -> Tensor:

@@ -173,12 +173,9 @@ def per_outcome(loss: Loss, outcomes: Outcomes) -> Float[Tensor, " outcomes"]:
         return values
     if values.shape == outcomes.mask.shape:
         return torch.where(outcomes.mask, values, 0.0).sum(dim=-1)
-    raise ShapeError(
-        "a loss must give one value per completion or per token",
-        got=tuple(values.shape),
-        why=f"there are {count} completions of at most {outcomes.mask.shape[1]} tokens",
-        fix="do not average over the batch; the oracle weighs the completions itself",
-    )
+    got, why = tuple(values.shape), f"there are {count} completions of at most {outcomes.mask.shape[1]} tokens"
+    fix = "do not average over the batch; the oracle weighs the completions itself"
+    raise ShapeError("a loss must give one value per completion or per token", got=got, why=why, fix=fix)
 
 
 def _completion_logprobs(chain: Chain) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Batches of completions for somebody's loss, and how far its expected gradient is from that of a divergence.
+"""Batches of completions for somebody's loss, and how far its expected gradient is from a divergence's.
 
 The distance is enumerated over all completions, and shares no code with the check.
 """
@@ -97,7 +97,7 @@ def distance(
     temperature: float = 1.0,
     whole: Callable[..., Tensor] | None = None,
 ) -> float:
-    """How far the expected gradient is from that of the divergence, as a share of the latter.
+    """How far the expected gradient is from the divergence's, as a share of the latter.
 
     Args:
         loss: what it makes of a batch; a mean over tokens, or relative to the policy loss of `whole`.
@@ -118,18 +118,13 @@ def distance(
     weights = old.gather(-1, batch.tokens[:, PROMPT:, None])[..., 0].sum(1).exp()[:, None, None]
     follows = gradient_of(loss(batch, scores), batch.student) / scale
     promised = gradient_of(_divergence(batch, places, temperature, means), batch.student) / length
-    got, right = (
-        torch.zeros(1 + x.shape[-1], x.shape[-1]).index_add(
-            0, prefixes.flatten(), (weights * x[:, places]).flatten(0, 1)
-        )
-        for x in (follows, promised)
-    )
+    at, blank = prefixes.flatten(), follows.new_zeros(1 + follows.shape[-1], follows.shape[-1])
+    got, right = (blank.index_add(0, at, (weights * x[:, places]).flatten(0, 1)) for x in (follows, promised))
     powers = (1, temperature, temperature**2) if temperature != 1 else (1,)
     return min(float((got - x * right).norm() / (x * right).norm()) for x in powers)
 
 
 def _divergence(batch: Sequences, places: slice, temperature: float, means: Direction) -> Tensor:
-    """The sum over all positions of a batch."""
     s, t = ((x[:, places] / temperature).log_softmax(-1) for x in (batch.student, batch.teacher))
     m = torch.logaddexp(s, t) - torch.tensor(2.0).log()
     pairs = {"reverse": ((1.0, s, t),), "forward": ((1.0, t, s),), "js": ((0.5, s, m), (0.5, t, m))}[means]

@@ -89,12 +89,9 @@ class Chain:
             if table is None:
                 continue
             if tuple(table.shape) != (rows, vocab):
-                raise ShapeError(
-                    f"{name} does not fit the chain",
-                    got=tuple(table.shape),
-                    why=f"{vocab} tokens, length {self.length} and eos {self.eos} have {rows} prefixes",
-                    fix=f"give one row of {vocab} logits per prefix",
-                )
+                why = f"{vocab} tokens, length {self.length} and eos {self.eos} have {rows} prefixes"
+                fix = f"give one row of {vocab} logits per prefix"
+                raise ShapeError(f"{name} does not fit the chain", got=tuple(table.shape), why=why, fix=fix)
             object.__setattr__(self, name, table.detach().to(torch.float64).clone())
         self.policy_logits.requires_grad_(True)
 
@@ -137,13 +134,7 @@ def one_position(
 
 
 def random_chain(
-    seed: int,
-    *,
-    vocab: int = 3,
-    length: int = 3,
-    eos: int | None = 0,
-    sampler: Sampler = "policy",
-    spread: float = 1.0,
+    seed: int, *, vocab: int = 3, length: int = 3, eos: int | None = 0, sampler: Sampler = "policy", spread: float = 1.0
 ) -> Chain:
     """A chain whose tables hold independent normal numbers with standard deviation `spread`."""
     generator = torch.Generator().manual_seed(seed)
@@ -185,12 +176,9 @@ def count_prefixes(vocab: int, length: int, *, eos: int | None) -> int:
     branches = vocab if eos is None else vocab - 1
     outcomes = branches ** (length - 1) * vocab
     if length < 1 or vocab < 2 or outcomes > MAX_OUTCOMES:
-        raise ConfigError(
-            "this chain cannot be enumerated",
-            got=f"vocab {vocab}, length {length}",
-            why=f"enumeration needs vocab >= 2, length >= 1 and at most {MAX_OUTCOMES} completions",
-            fix="use a vocabulary of 2-4 tokens and a length of 1-4",
-        )
+        why = f"enumeration needs vocab >= 2, length >= 1 and at most {MAX_OUTCOMES} completions"
+        fix = "use a vocabulary of 2-4 tokens and a length of 1-4"
+        raise ConfigError("this chain cannot be enumerated", got=f"vocab {vocab}, length {length}", why=why, fix=fix)
     return sum(branches**depth for depth in range(length))
 
 

@@ -205,12 +205,8 @@ def _check_state(state: Mapping[str, Any]) -> None:
     if not wrong and length is not None and length <= 0:
         wrong.append("reference_length")
     if missing or wrong:
-        raise ConfigError(
-            "the saved state of beta does not fit",
-            got=describe(dict(state)),
-            why=f"missing, or no number: {', '.join(missing or wrong)}",
-            fix="continue from another checkpoint",
-        )
+        why, fix = f"missing, or no number: {', '.join(missing or wrong)}", "continue from another checkpoint"
+        raise ConfigError("the saved state of beta does not fit", got=describe(dict(state)), why=why, fix=fix)
 
 
 def read_state(file: Path) -> Mapping[str, Any]:
@@ -218,12 +214,9 @@ def read_state(file: Path) -> Mapping[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise RunFolderError(
-            "klamp's state in the checkpoint cannot be read",
-            got=str(file),
-            why=f"{type(error).__name__}: {error}",
-            fix="continue from another checkpoint",
-        ) from error
+        got, why = str(file), f"{type(error).__name__}: {error}"
+        fix = "continue from another checkpoint"
+        raise RunFolderError("klamp's state in the checkpoint cannot be read", got=got, why=why, fix=fix) from error
 
 
 def go_on_from(schedule: LambdaLR, steps: int, rate: float) -> None:

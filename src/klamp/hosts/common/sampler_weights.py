@@ -104,12 +104,9 @@ def compare(reported: Mapping[str, Tensor], readings: Mapping[str, Tensor]) -> S
     }
     for side, of_side in gaps.items():
         if math.isinf(of_side[WEIGHTS]):
-            raise DataError(
-                f"the {side} reports no log-probability",
-                got=f"{len(reported[side])} tokens, none of them with a finite number",
-                why="there is nothing to compare",
-                fix="let it report the log-probability of each token that it drew",
-            )
+            got = f"{len(reported[side])} tokens, none of them with a finite number"
+            why, fix = "there is nothing to compare", "let it report the log-probability of each token that it drew"
+            raise DataError(f"the {side} reports no log-probability", got=got, why=why, fix=fix)
     sides = tuple(Reported(side=side, gaps=of_side) for side, of_side in gaps.items())
     return SyncReport(tokens=len(readings[WEIGHTS]), sides=sides)
 
@@ -225,12 +222,9 @@ def _forward(
 def _flat(completions: Sequence[Sequence[int]], values: Sequence[Sequence[Any]], side: str) -> Tensor:
     lengths = [len(ids) for ids in completions], [len(row) for row in values]
     if lengths[0] != lengths[1] or not sum(lengths[0]):
-        raise ShapeError(
-            f"the log-probabilities of the {side} do not fit the completions",
-            got=f"{lengths[1][:8]} numbers for {lengths[0][:8]} tokens",
-            why="each token that was drawn has one",
-            fix="pass one list per completion, with NaN where a token has no number",
-        )
+        got, why = f"{lengths[1][:8]} numbers for {lengths[0][:8]} tokens", "each token that was drawn has one"
+        fix = "pass one list per completion, with NaN where a token has no number"
+        raise ShapeError(f"the log-probabilities of the {side} do not fit the completions", got=got, why=why, fix=fix)
     return torch.tensor([math.nan if value is None else float(value) for row in values for value in row])
 
 

@@ -156,10 +156,7 @@ class LossCall:
 
 
 def effective(
-    kl_coef: float | None = None,
-    cliprange: float | None = None,
-    kl: KLConfig | None = None,
-    **options: Unpack[Options],
+    kl_coef: float | None = None, cliprange: float | None = None, kl: KLConfig | None = None, **options: Unpack[Options]
 ) -> Effective:
     """What the KL of a call of `compute_grpo_kl_loss` with these arguments will really do; needs no datums, no SDK.
 
@@ -252,10 +249,7 @@ def _loss(rows: Rows, logprobs_list: Sequence[Tensor], call: LossCall) -> tuple[
     if call.head is not None:
         teacher_kl, masses = _head_kl(rows, wide, call.head)
     batch = rows.batch(
-        policy,
-        group_size=call.group_size,
-        reference_length=call.kl.kl_reference_length,
-        teacher_kl=teacher_kl,
+        policy, group_size=call.group_size, reference_length=call.kl.kl_reference_length, teacher_kl=teacher_kl
     )
     output = grpo_loss(batch, objective, totals=call.whole)
     _check_finite(output.loss, wide)

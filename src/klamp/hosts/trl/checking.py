@@ -202,9 +202,8 @@ def _attempt(run: Callable[[], Verdict]) -> Verdict:
     try:
         return run()
     except Exception as error:  # a check stops no training
-        return Verdict.of(
-            [finding("check-failed", error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")]
-        )
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return Verdict.of([finding("check-failed", error=text)])
 
 
 @contextmanager
@@ -251,12 +250,8 @@ def check(trainer: Any, *, means: Means | None = None) -> Verdict:
         ConfigError: no trainer.
     """
     if not all(hasattr(trainer, name) for name in ("compute_loss", "training_step", "accelerator")):
-        raise ConfigError(
-            "check takes a trainer of TRL's, built already",
-            got=describe(trainer),
-            why="it runs the trainer's own generation, rewards and loss on one micro-batch",
-            fix="check(trainer)",
-        )
+        why, fix = "it runs the trainer's own generation, rewards and loss on one micro-batch", "check(trainer)"
+        raise ConfigError("check takes a trainer of TRL's, built already", got=describe(trainer), why=why, fix=fix)
     verdicts = list[Verdict]()
 
     def run() -> Verdict:

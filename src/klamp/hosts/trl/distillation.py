@@ -170,12 +170,10 @@ def join(trainer: Any, config: TeacherConfig, model: Any) -> None:
     check_apart(models[1], models[0], who="teacher")
     teacher.check_tokenizer(trainer, models[1], who="teacher")
     if weights_are_split(trainer) or not all(probe(plain).head for plain in models):
-        raise ConfigError(
-            "klamp's KL to a teacher cannot be had for these models",
-            got=" and ".join(type(plain).__name__ for plain in models),
-            why="it is made from hidden states and a whole output head, which together have to give a model's numbers",
-            fix="use DDP or ZeRO-2, and no adapter on the output head; or TRL's own divergence",
-        )
+        got = " and ".join(type(plain).__name__ for plain in models)
+        why = "it is made from hidden states and a whole output head, which together have to give a model's numbers"
+        fix = "use DDP or ZeRO-2, and no adapter on the output head; or TRL's own divergence"
+        raise ConfigError("klamp's KL to a teacher cannot be had for these models", got=got, why=why, fix=fix)
     record = report_of(trainer, default=isinstance(trainer, DistillationTrainer))
     trainer._klamp, trainer._batches = Session.of(None, teacher=Teacher(config, model), record=record), []
 
@@ -183,12 +181,10 @@ def join(trainer: Any, config: TeacherConfig, model: Any) -> None:
 def attached(trainer: Any, config: TeacherConfig) -> Any:
     """Give a distillation trainer that is built already klamp's KL to its teacher. Returns the trainer."""
     if _has_own_loss(trainer) or isinstance(trainer, DistillationTrainer) or trainer.teacher_model is None:
-        raise ConfigError(
-            "attach takes a trl.DistillationTrainer with a teacher and with TRL's loss",
-            got=type(trainer).__name__,
-            why="the hook is that loss; klamp's own trainer has it already",
-            fix="build a trl.DistillationTrainer, or set the fields of klamp.trl.DistillationConfig",
-        )
+        what = "attach takes a trl.DistillationTrainer with a teacher and with TRL's loss"
+        why = "the hook is that loss; klamp's own trainer has it already"
+        fix = "build a trl.DistillationTrainer, or set the fields of klamp.trl.DistillationConfig"
+        raise ConfigError(what, got=type(trainer).__name__, why=why, fix=fix)
     refuse(refusals(config, trainer.args))
     join(trainer, config, trainer.teacher_model)
     trainer.__class__ = type(f"KL{type(trainer).__name__}", (DistillationTrainer, type(trainer)), {})

@@ -98,12 +98,7 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
 
 
 def check_arguments(
-    kl: KLConfig,
-    args: Any,
-    *,
-    host: str = "TRL",
-    teacher: TeacherConfig | None = None,
-    more: Sequence[Refusal] = (),
+    kl: KLConfig, args: Any, *, host: str = "TRL", teacher: TeacherConfig | None = None, more: Sequence[Refusal] = ()
 ) -> None:
     """Refuse combinations that the arguments of a trainer of TRL's kind make impossible; `more`: of this host alone."""
     check_name("loss_type", args.loss_type, LOSS_TYPES[host])

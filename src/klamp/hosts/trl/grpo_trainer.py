@@ -145,19 +145,15 @@ def join(trainer: TRLTrainer, kl: KLConfig | None, own: Any, *, chosen: bool, ap
 def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any) -> Any:
     """See `klamp.trl.attach`; `hook` is the class that has to come before the trainer's own."""
     if not isinstance(trainer, trl.GRPOTrainer) or isinstance(trainer, KLMixin):
-        raise ConfigError(
-            "attach takes a trl.GRPOTrainer that klamp is not attached to yet",
-            got=" <- ".join(c.__name__ for c in type(trainer).__mro__[:3]),
-            why="the hooks are methods of that class",
-            fix="build a trl.GRPOTrainer (or a subclass), or set the fields of klamp.trl.GRPOConfig",
-        )
+        what = "attach takes a trl.GRPOTrainer that klamp is not attached to yet"
+        why = "the hooks are methods of that class"
+        fix = "build a trl.GRPOTrainer (or a subclass), or set the fields of klamp.trl.GRPOConfig"
+        raise ConfigError(what, got=" <- ".join(c.__name__ for c in type(trainer).__mro__[:3]), why=why, fix=fix)
     if trainer.state.global_step > 0:
-        raise ConfigError(
-            "attach must be called before train",
-            got=f"step {trainer.state.global_step}",
-            why="the copy of the policy that serves as reference would not be the starting policy",
-            fix="attach right after building the trainer",
-        )
+        got = f"step {trainer.state.global_step}"
+        why = "the copy of the policy that serves as reference would not be the starting policy"
+        fix = "attach right after building the trainer"
+        raise ConfigError("attach must be called before train", got=got, why=why, fix=fix)
     adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
     args: Any = trainer.args
     twice = Refusal(

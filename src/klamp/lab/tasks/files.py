@@ -79,12 +79,9 @@ def read_rows(path: str) -> list[Row]:
                 place = f"line {number} of {file.name}: {brief(line)}"
                 rows += [_object(json_of(line))] if line.strip() else []
     except Exception as error:  # pyarrow has a dozen unrelated errors for a damaged file
-        raise DataError(
-            "the data file cannot be read",
-            got=place,
-            why=f"{type(error).__name__}: {error}",
-            fix="write one JSON object per line in a .jsonl file, a list of objects in a .json file, or a Parquet file",
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        fix = "write one JSON object per line in a .jsonl file, a list of objects in a .json file, or a Parquet file"
+        raise DataError("the data file cannot be read", got=place, why=why, fix=fix) from error
     if not rows:
         raise DataError("the data file has no rows", got=path, why="there is nothing to train on", fix="fill the file")
     return rows
