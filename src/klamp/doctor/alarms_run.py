@@ -50,6 +50,7 @@ MORE_TRUNCATED = Limit(
     "more than in the first 5 steps, in which there were fewer; or as many from the start, and equal "
     f"rewards in {100 * USELESS:.0f} % of the groups; unless the reward pays for length",
 )
+GROWN = Limit(3, f"times the length of the first {STUCK_STEPS} steps, mean of {STUCK_STEPS}, and the reward did not rise")
 
 
 @alarm(
@@ -341,16 +342,33 @@ def _why_saturated(history: History, rewards: list[float]) -> list[str]:
 
 @alarm(
     "truncated",
-    needs=("length/truncated",),
+    needs=("length/truncated|length/mean+reward",),
     steps=5,
-    limits=(TRUNCATED, MORE_TRUNCATED),
+    limits=(TRUNCATED, MORE_TRUNCATED, GROWN),
     means="The reward judges unfinished answers, unless they are left out, and the KL misses what would have "
     "followed. Completions grew, or the limit was too low from the start.",
     do="Read some. If they grow by filler, fix the reward; if answers need the room, raise max_completion_length, or "
     "leave such completions out (mask_truncated_completions).",
 )
 def truncated(history: History) -> Evidence | None:
-    """Many completions are cut at the length limit."""
+    """Many completions are cut at the length limit, or grow without a gain."""
+    return _cut(history) or _grown(history)
+
+
+def _grown(history: History) -> Evidence | None:
+    names = ("length/mean", "reward")
+    (short, before), (long, now) = ([get(x, STUCK_STEPS) for x in names] for get in (history.first, history.last))
+    if len(history.rows) < 2 * STUCK_STEPS or min(map(len, (short, before, long, now))) < STUCK_STEPS:
+        return None
+    rises = fmean(now) > fmean(before) and is_apart(before, now, errors=1)
+    if fmean(long) < GROWN.value * fmean(short) or rises or not noise(now) or _harder_prompts(history):
+        return None
+    lengths = f"length/mean went from {number(fmean(short))} to {number(fmean(long))} tokens"
+    text = f"{lengths}, the reward from {number(fmean(before))} to {number(fmean(now))}, means of {STUCK_STEPS} steps"
+    return Evidence(text, causes=causes.likely_causes(history, causes.pays_for_length))
+
+
+def _cut(history: History) -> Evidence | None:
     curve, pays = history.last("length/truncated", EARLY), history.last("length/reward_correlation", 5)
     start, now = history.first("length/truncated", 5), curve[-5:]
     if len(now) < 5 or fmean(now) <= TRUNCATED.value or (pays and fmean(pays) >= PAYS.value):
