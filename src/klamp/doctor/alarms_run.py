@@ -30,7 +30,7 @@ COLLAPSE = Limit(
     f"of the reward's standard deviation within groups, and {COLLAPSE_ERRORS} standard errors",
 )
 SHIFT, SAME_POLICY = 10, 1.5
-"""Steps before and after a change of the prompts, and times that the KL may grow over it."""
+"""Steps before and after a change of the prompts, and times that the KL, or what stands for it, may grow over it."""
 REPEATED = Limit(0.5, "of the tokens repeat a pair of tokens of their completion, mean of 5 steps")
 MORE_REPEATED = Limit(0.2, "more than in the first 5 steps (a task may want repetition)")
 STUCK_STEPS, AT_CEILING = 20, 0.9
@@ -50,7 +50,7 @@ MORE_TRUNCATED = Limit(
     "more than in the first 5 steps, in which there were fewer; or as many from the start, and equal "
     f"rewards in {100 * USELESS:.0f} % of the groups; unless the reward pays for length",
 )
-GROWN = Limit(3, f"times the length of the first {STUCK_STEPS} steps, mean of {STUCK_STEPS}, and the reward did not rise")
+GROWN = Limit(3, "times the length of the first 20 steps, mean of 20 steps, while the reward did not rise")
 
 
 @alarm(
@@ -246,18 +246,22 @@ def _fallen(history: History, window: int) -> Evidence | None:
 
 def _harder_prompts(history: History) -> bool:
     """Whether the reward fell in one step, and neither the KL nor the spread within groups changed: other prompts."""
-    kl, rewards = history.together(COLLAPSE_MEMORY + 2 * SHIFT, history.kl_name(), "reward")
-    if len(rewards) <= SHIFT:
+    kl = history.kl_name()  # without one, gradient norm and entropy say it, and a part of the reward must be left
+    others = [kl] if kl else [x for x in ("train/grad_norm", "policy/entropy") if x in history.latest]
+    *curves, rewards = history.together(COLLAPSE_MEMORY + 2 * SHIFT, *others, "reward")
+    if len(rewards) <= SHIFT or not others:
         return False
     at = min(range(SHIFT, len(rewards)), key=lambda i: rewards[i] - rewards[i - 1])
     before, after = slice(at - SHIFT, at), slice(at, at + SHIFT)
     level = fmean(rewards[after])
     fell = fmean(rewards[before]) - level
-    at_once = rewards[at - 1] - rewards[at] > fell / 2 and fell > COLLAPSE_ERRORS * noise(rewards[before]) * math.sqrt(
-        2 / SHIFT
-    )
+    by_chance = COLLAPSE_ERRORS * noise(rewards[before]) * math.sqrt(2 / SHIFT)
+    at_once = rewards[at - 1] - rewards[at] > fell / 2 and fell > by_chance
     stays = fmean(rewards[-5:]) > level - COLLAPSE.value * abs(level) and min(rewards[after]) > 0
-    moved = fmean(kl[after]) > SAME_POLICY * max(fmean(kl[before]), MOVED)
+    update = at if kl else at - 1  # the gradient of the step before made the policy that fell
+    means = [(fmean(curve[at - SHIFT : update]), fmean(curve[update : at + SHIFT])) for curve in curves]
+    moved = any(new > SAME_POLICY * max(old, MOVED) for old, new in means)
+    moved |= not kl and level < COLLAPSE.value * (level + fell)
     has_signal = max(history.last("groups/saturated", SHIFT), default=0.0) < 1
     return at_once and stays and has_signal and not moved
 
