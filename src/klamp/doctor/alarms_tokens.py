@@ -321,8 +321,7 @@ def _still(history: History) -> Evidence | None:
     equal, coefficients = (history.last(name, int(STILL.value)) for name in ("groups/saturated", "teacher/coef"))
     if min(equal, default=0.0) == 1 or min(coefficients, default=1.0) <= 0:
         return None  # nothing need have moved
-    settings = history.settings
-    whole = settings.other_kernels and not settings.steps_counted and len(history.rows) >= 2 * COURSE
+    whole = history.settings.other_kernels and not history.settings.steps_counted and len(history.rows) >= 2 * COURSE
     for name in _per_teacher(history):
         values = history.last(name, int(STILL.value))
         if len(values) == STILL.value and not any(values):

@@ -149,8 +149,7 @@ SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
 """Parts of a metric's name that say that it scores an evaluation."""
 NO_SCORES = ("std", "correlation", "_max", "_min")
 """Parts of a name that say that it is something else about scores."""
-STOPPED = "val/stop_rate"
-"""open-instruct's name of the share of completions that are not cut, which is read as `length/truncated`."""
+STOPPED = "val/stop_rate"  # of open-instruct: 1 - length/truncated
 OVER_UPDATES = "actor/kl_loss"
 """verl's name of a k3 that is a mean over all mini-batches and epochs of a step (train_mini_batch)."""
 OURS = "policy/logp_mean"
