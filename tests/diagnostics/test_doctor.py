@@ -252,7 +252,7 @@ def test_a_curve_raises_an_alarm_a_note_or_nothing(alarm: str, level: str, curve
 
 
 def test_a_step_before_a_printed_row_and_a_share_that_stopped(tmp_path: Path) -> None:
-    row = "Global step {0}: {{'scores': 4.0, 'val/stop_rate': 0.75}}\nEvaluation, global_step {0}: {{'eval_pass1': 0.2}}\n"
+    row = "Global step {0}: {{'scores': 4.0, 'val/stop_rate': 0.75}}\nTest, global_step {0}: {{'eval_pass1': 0.2}}\n"
     (tmp_path / "log.txt").write_text(row.format(7) + row.format(8), encoding="utf-8")
     rows = read_text(tmp_path / "log.txt").rows
     assert [(x.step, x.metrics) for x in rows] == [(step, {"reward": 4.0, "length/truncated": 0.25}) for step in (7, 8)]
