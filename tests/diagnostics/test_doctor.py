@@ -1,6 +1,7 @@
 """What the doctor finds in a history, when, and how far noise is from an alarm."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from tests.diagnostics.histories import completion, history_of
 
 from klamp.doctor.examine import LATE, AlarmWatch, examine
 from klamp.doctor.history import EARLY, WRITTEN, Row, RunSettings
+from klamp.doctor.readers.logs import read_text
 
 
 def run_of_trouble():
@@ -217,3 +219,40 @@ PAIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_chance_is_no_alarm_and_a_real_fault_is_one(alarm: str, sound: dict[str, Any], unsound: dict[str, Any]) -> None:
     assert alarm not in {each.alarm.name for each in examine(history_of(**sound)).findings}
     assert alarm in {each.alarm.name for each in examine(history_of(**unsound)).findings}
+
+
+THEIRS, NORMS = {"settings": RunSettings(other_kernels=True)}, [0.2, 0.3] * 20
+HARDER = [0.8, 0.84] * 15 + [0.4, 0.44] * 5
+LONGER = [100.0 + 10 * step for step in range(60)]
+LEVEL, JUMP = [0.011, 0.012] * 15, [0.02, 0.03] * 10
+CURVES: list[tuple[str, str, dict[str, Any]]] = [
+    ("truncated", "alarm", {"length": LONGER, "reward": [0.4, 0.5] * 30}),
+    ("truncated", "", {"length": LONGER, "reward": [0.01 * step for step in range(60)]}),
+    ("truncated", "", {"length": LONGER, "reward": [0.0] * 60}),
+    ("teacher-inert", "alarm", {"teacher__kl": [2e-5, -3e-5] * 30, **THEIRS}),
+    ("teacher-inert", "", {"teacher__kl": [0.3 * 0.8**step for step in range(60)], **THEIRS}),
+    ("teacher-inert", "", {"teacher__kl": [2e-5, -3e-5] * 30, "first": 200, **THEIRS}),
+    ("reward-collapse", "", {"reward": HARDER, "train__grad_norm": NORMS}),
+    ("reward-collapse", "alarm", {"reward": HARDER, "train__grad_norm": [*NORMS[:29], 9.0, *NORMS[:10]]}),
+    ("reward-collapse", "alarm", {"reward": HARDER}),
+    ("sampler-mismatch", "alarm", {"sampler__abs": [*LEVEL, *[0.04] * 5]}),
+    ("sampler-mismatch", "", {"sampler__abs": [*LEVEL, 0.04, 0.04, 0.01, 0.04, 0.04]}),
+    ("kl-spike", "note", {"k3": [*JUMP, 0.6, *JUMP]}),
+    ("kl-spike", "alarm", {"k3": [*JUMP, 0.6]}),
+    ("kl-spike", "alarm", {"k3": [*JUMP, 5.0, *JUMP]}),
+    ("kl-spike", "alarm", {"k3": [*JUMP, 0.6, *JUMP], "reward": [0.6, 0.7] * 10 + [0.1, 0.2] * 11}),
+]  # fmt: skip
+"""Alarm, its level (empty: it does not rise), the curves of a run."""
+
+
+@pytest.mark.parametrize(("alarm", "level", "curves"), CURVES)
+def test_a_curve_raises_an_alarm_a_note_or_nothing(alarm: str, level: str, curves: dict[str, Any]) -> None:
+    levels = {finding.alarm.name: finding.alarm.level for finding in examine(history_of(**curves)).findings}
+    assert levels.get(alarm, "") == level
+
+
+def test_a_step_before_a_printed_row_and_a_share_that_stopped(tmp_path: Path) -> None:
+    row = "Global step {0}: {{'scores': 4.0, 'val/stop_rate': 0.75}}\nTest, global_step {0}: {{'eval_pass1': 0.2}}\n"
+    (tmp_path / "log.txt").write_text(row.format(7) + row.format(8), encoding="utf-8")
+    rows = read_text(tmp_path / "log.txt").rows
+    assert [(x.step, x.metrics) for x in rows] == [(step, {"reward": 4.0, "length/truncated": 0.25}) for step in (7, 8)]

@@ -166,6 +166,16 @@ def kl_spike(history: History) -> Evidence | None:
     return None
 
 
+def is_over(history: History, step: int) -> bool:
+    """Whether a jump to less than `FAR` was over within 3 steps and the reward did not fall: no update did it."""
+    at, kl = [row.step for row in history.rows].index(step), history.kl_name()
+    parts = [History(rows=history.rows[max(i, 0) : j]) for i, j in ((at - SPIKE_MEMORY, at), (at + 3, at + 8))]
+    (before, after), rewards = ([part.last(name, SPIKE_MEMORY) for part in parts] for name in (kl, "reward"))
+    fell = is_apart(*rewards, errors=3) and fmean(rewards[1]) < fmean(rewards[0])
+    is_back = before and len(after) == 5 and max(after) <= SPIKE.value * max(before)
+    return bool(is_back) and history.rows[at].metrics.get(kl, math.inf) < FAR.value and not fell
+
+
 def _stands_out(before: Sequence[float], now: float) -> bool:
     """Whether a value lies beyond what the curve scattered by, in powers of e: sampled KLs have a long tail."""
     logs = [math.log(abs(value)) for value in before if abs(value) > SAME_KL]

@@ -30,7 +30,7 @@ COLLAPSE = Limit(
     f"of the reward's standard deviation within groups, and {COLLAPSE_ERRORS} standard errors",
 )
 SHIFT, SAME_POLICY = 10, 1.5
-"""Steps before and after a change of the prompts, and times that the KL may grow over it."""
+"""Steps before and after a change of the prompts, and times that the KL, or what stands for it, may grow over it."""
 REPEATED = Limit(0.5, "of the tokens repeat a pair of tokens of their completion, mean of 5 steps")
 MORE_REPEATED = Limit(0.2, "more than in the first 5 steps (a task may want repetition)")
 STUCK_STEPS, AT_CEILING = 20, 0.9
@@ -50,6 +50,7 @@ MORE_TRUNCATED = Limit(
     "more than in the first 5 steps, in which there were fewer; or as many from the start, and equal "
     f"rewards in {100 * USELESS:.0f} % of the groups; unless the reward pays for length",
 )
+GROWN = Limit(3, "times the length of the first 20 steps, mean of 20 steps, while the reward did not rise")
 
 
 @alarm(
@@ -245,18 +246,22 @@ def _fallen(history: History, window: int) -> Evidence | None:
 
 def _harder_prompts(history: History) -> bool:
     """Whether the reward fell in one step, and neither the KL nor the spread within groups changed: other prompts."""
-    kl, rewards = history.together(COLLAPSE_MEMORY + 2 * SHIFT, history.kl_name(), "reward")
-    if len(rewards) <= SHIFT:
+    kl = history.kl_name()  # without one, gradient norm and entropy say it, and a part of the reward must be left
+    others = [kl] if kl else [x for x in ("train/grad_norm", "policy/entropy") if x in history.latest]
+    *curves, rewards = history.together(COLLAPSE_MEMORY + 2 * SHIFT, *others, "reward")
+    if len(rewards) <= SHIFT or not others:
         return False
     at = min(range(SHIFT, len(rewards)), key=lambda i: rewards[i] - rewards[i - 1])
     before, after = slice(at - SHIFT, at), slice(at, at + SHIFT)
     level = fmean(rewards[after])
     fell = fmean(rewards[before]) - level
-    at_once = rewards[at - 1] - rewards[at] > fell / 2 and fell > COLLAPSE_ERRORS * noise(rewards[before]) * math.sqrt(
-        2 / SHIFT
-    )
+    by_chance = COLLAPSE_ERRORS * noise(rewards[before]) * math.sqrt(2 / SHIFT)
+    at_once = rewards[at - 1] - rewards[at] > fell / 2 and fell > by_chance
     stays = fmean(rewards[-5:]) > level - COLLAPSE.value * abs(level) and min(rewards[after]) > 0
-    moved = fmean(kl[after]) > SAME_POLICY * max(fmean(kl[before]), MOVED)
+    update = at if kl else at - 1  # the gradient of the step before made the policy that fell
+    means = [(fmean(curve[at - SHIFT : update]), fmean(curve[update : at + SHIFT])) for curve in curves]
+    moved = any(new > SAME_POLICY * max(old, MOVED) for old, new in means)
+    moved |= not kl and level < COLLAPSE.value * (level + fell)
     has_signal = max(history.last("groups/saturated", SHIFT), default=0.0) < 1
     return at_once and stays and has_signal and not moved
 
@@ -341,16 +346,33 @@ def _why_saturated(history: History, rewards: list[float]) -> list[str]:
 
 @alarm(
     "truncated",
-    needs=("length/truncated",),
+    needs=("length/truncated|length/mean+reward",),
     steps=5,
-    limits=(TRUNCATED, MORE_TRUNCATED),
+    limits=(TRUNCATED, MORE_TRUNCATED, GROWN),
     means="The reward judges unfinished answers, unless they are left out, and the KL misses what would have "
     "followed. Completions grew, or the limit was too low from the start.",
     do="Read some. If they grow by filler, fix the reward; if answers need the room, raise max_completion_length, or "
     "leave such completions out (mask_truncated_completions).",
 )
 def truncated(history: History) -> Evidence | None:
-    """Many completions are cut at the length limit."""
+    """Many completions are cut at the length limit, or grow without a gain."""
+    return _cut(history) or _grown(history)
+
+
+def _grown(history: History) -> Evidence | None:
+    names = ("length/mean", "reward")
+    (short, before), (long, now) = ([get(x, STUCK_STEPS) for x in names] for get in (history.first, history.last))
+    if len(history.rows) < 2 * STUCK_STEPS or min(map(len, (short, before, long, now))) < STUCK_STEPS:
+        return None
+    rises = fmean(now) > fmean(before) and is_apart(before, now, errors=1)
+    if fmean(long) < GROWN.value * fmean(short) or rises or not noise(now) or _harder_prompts(history):
+        return None
+    lengths = f"length/mean went from {number(fmean(short))} to {number(fmean(long))} tokens"
+    text = f"{lengths}, the reward from {number(fmean(before))} to {number(fmean(now))}, means of {STUCK_STEPS} steps"
+    return Evidence(text, causes=causes.likely_causes(history, causes.pays_for_length))
+
+
+def _cut(history: History) -> Evidence | None:
     curve, pays = history.last("length/truncated", EARLY), history.last("length/reward_correlation", 5)
     start, now = history.first("length/truncated", 5), curve[-5:]
     if len(now) < 5 or fmean(now) <= TRUNCATED.value or (pays and fmean(pays) >= PAYS.value):

@@ -12,6 +12,7 @@ from klamp.doctor.history import Completion, History, bounded
 from klamp.doctor.metrics import MODELS
 
 MISMATCH = Limit(0.01, "nats per token, k1 or k3 (seen in the field: healthy about .002)")
+LEFT, LEFT_FLOOR = Limit(3, "times the mean sampler/abs of 20 steps in the 5 after them, above 0.02 nats"), 0.02
 PROMPT = Limit(1, "token that the model did not write")
 END_TOKEN = Limit(0.5, "of the completions that ended, their last token left out of the loss")
 OTHER_KERNELS = Limit(0.1, "nats per token, k3, before the first update (data types and kernels explain .003 at most)")
@@ -81,7 +82,7 @@ def _ending(completion: Completion) -> tuple[str, list[str]]:
 @alarm(
     "sampler-mismatch",
     needs=("sampler/k3|sampler/k1|sampler/abs",),
-    limits=(MISMATCH, OTHER_KERNELS),
+    limits=(MISMATCH, LEFT, OTHER_KERNELS),
     means="The sampling model is not the scored one: weights or an adapter not synced, other kernels or data types, "
     "top-p or top-k, another temperature or prompt. Every estimate assumes that the policy sampled.",
     do="Look at both k1 and k3: k1 can cancel where k3 shows a single bad token. Sync the weights, sample from the "
@@ -104,6 +105,10 @@ def _beyond_chance(history: History, name: str) -> bool:
     values = [x * x / 2 if name == "sampler/abs" else x for x in history.last(name, 4 * STEADY)]
     ranges = [least_and_most(values[-steps:]) for steps in (2 * STEADY, 4 * STEADY) if len(values) >= steps]
     if any(least > MISMATCH.value or most < -MISMATCH.value for least, most in ranges):
+        return True
+    before, now = history.last(name, 4 * STEADY, before=STEADY), history.last(name, STEADY)
+    left = name == "sampler/abs" and len(before) == 4 * STEADY and min(now) > max(before)
+    if left and fmean(now) > max(LEFT_FLOOR, LEFT.value * fmean(before)):
         return True
     latest, limit = (values, MISMATCH.value) if len(values) < STEADY else (values[-1:], OTHER_KERNELS.value)
     return bool(latest) and is_beyond(history, name, fmean(latest), limit, steps=len(latest))
@@ -225,6 +230,7 @@ REACHED = Limit(
     f"above {REACH_FLOOR} nats per token (digits fall to an eighth in 30 steps)",
 )
 STILL = Limit(3, "steps in a row at exactly 0, or without a KL of the teacher that is configured")
+NEAR = Limit(1e-3, "nats per token in size, mean of the first 20 steps and of the last 20, in another trainer's record")
 NO_PART = 10
 
 
@@ -292,7 +298,7 @@ def teacher_alone(history: History) -> bool:
     needs=(f"{TO_TEACHER}|settings.teacher_coef",),
     steps=int(STILL.value),
     concerns="a teacher",
-    limits=(STILL,),
+    limits=(STILL, NEAR),
     means="The teacher is the policy itself, or its KL is not in the loss.",
     do="Check the path of the teacher, its adapter, and whether the KL to it is added to the loss.",
 )
@@ -315,10 +321,14 @@ def _still(history: History) -> Evidence | None:
     equal, coefficients = (history.last(name, int(STILL.value)) for name in ("groups/saturated", "teacher/coef"))
     if min(equal, default=0.0) == 1 or min(coefficients, default=1.0) <= 0:
         return None  # nothing need have moved
+    whole = history.settings.other_kernels and not history.settings.steps_counted and len(history.rows) >= 2 * COURSE
     for name in _per_teacher(history):
         values = history.last(name, int(STILL.value))
         if len(values) == STILL.value and not any(values):
             return Evidence(f"the last {len(values)} values of {name} are exactly 0, as if the teacher were the policy")
+        size = max(fmean(map(abs, get(name, COURSE) or [1.0])) for get in (history.first, history.last))
+        if whole and history.rows[0].step <= 1 and size < NEAR.value:
+            return Evidence(f"{name} is {number(size)} nats in size from the first step on: the teacher is the policy")
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from klamp.doctor.alarm import KL, Alarm, Evidence
 from klamp.doctor.alarms import ALARMS, check_names
-from klamp.doctor.alarms_kl import is_reset
+from klamp.doctor.alarms_kl import is_over, is_reset
 from klamp.doctor.alarms_tokens import TO_TEACHER, teacher_alone
 from klamp.doctor.history import EARLY, Completion, History, Row, RunSettings
 
@@ -107,6 +107,7 @@ def examine(history: History) -> Diagnosis:
     concerned = {name: x for name, x in concerned.items() if not (history.goes_beyond and name in BY_DESIGN)}
     gaps = {name: _gap(alarm, history, contents) for name, alarm in concerned.items()}
     findings = [_finding(ALARMS[name], by_step) for name, by_step in evidences.items() if gaps.get(name) == ""]
+    findings = [_settled(history, finding) for finding in findings]
     findings.sort(key=lambda finding: (finding.alarm.level != "alarm", finding.first_step))
     unchecked = {name: gap for name, gap in gaps.items() if gap}
     checked = [name for name in concerned if not gaps[name]]
@@ -125,6 +126,15 @@ def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:
 def _finding(alarm: Alarm, by_step: Mapping[int, Evidence]) -> AlarmFinding:
     first, last = min(by_step), max(by_step)
     return AlarmFinding(alarm=alarm, first_step=first, last_step=last, steps=len(by_step), evidence=by_step[first])
+
+
+def _settled(history: History, finding: AlarmFinding) -> AlarmFinding:
+    """The finding, as a note where it is a single jump of the KL that the record shows to be over."""
+    if finding.alarm.name != "kl-spike" or finding.steps > 1 or not is_over(history, finding.first_step):
+        return finding
+    why = ["a few tokens of one batch: the KL was back within 3 steps, and the reward did not fall"]
+    note = replace(finding.alarm, level="note")
+    return replace(finding, alarm=note, evidence=replace(finding.evidence, causes=why))
 
 
 def _gap(alarm: Alarm, history: History, contents: set[str]) -> str:

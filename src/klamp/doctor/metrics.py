@@ -149,6 +149,7 @@ SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
 """Parts of a metric's name that say that it scores an evaluation."""
 NO_SCORES = ("std", "correlation", "_max", "_min")
 """Parts of a name that say that it is something else about scores."""
+STOPPED = "val/stop_rate"  # of open-instruct: 1 - length/truncated
 OVER_UPDATES = "actor/kl_loss"
 """verl's name of a k3 that is a mean over all mini-batches and epochs of a step (train_mini_batch)."""
 OURS = "policy/logp_mean"
@@ -223,6 +224,7 @@ def translate(
     names = names or {}
     numbers = {name: value for name in logged if (value := as_number(logged[name])) is not None}
     metrics = {ours: numbers[theirs] for ours, theirs in names.items() if theirs in numbers}
+    numbers |= {STOPPED: 1 - numbers[STOPPED]} if STOPPED in numbers else {}
     mapped = set(names.values())
     for name in sorted(numbers, key=lambda name: own_name(name) not in (name, name.removeprefix("train/"))):
         ours = own_name(name, theirs)

@@ -192,13 +192,14 @@ def _console(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _printed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for text in (row_text for line in lines for row_text in ROW.findall(line)):
+    for match in (match for line in lines for match in ROW.finditer(line)):
         try:
-            row = ast.literal_eval(BARE.sub(r"'\g<0>'", NUMPY.sub(r"\1", text)))
+            row = ast.literal_eval(BARE.sub(r"'\g<0>'", NUMPY.sub(r"\1", match[0])))
         except (ValueError, SyntaxError, RecursionError):
             continue
         if isinstance(row, dict) and (FLAGS.isdisjoint(map(str, row.values())) or step_of(row) is not None):
-            yield {str(name): value for name, value in row.items()}
+            mark = MARK.search(match.string[: match.start()]) if step_of(row) is None else None
+            yield {**({"step": mark[1]} if mark else {}), **{str(name): value for name, value in row.items()}}
 
 
 def _marked(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
