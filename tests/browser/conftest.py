@@ -15,6 +15,7 @@ from tests.report.pages import run_of
 
 from klamp.cli import main
 from klamp.report.page import render
+from klamp.report.run import ReportRun
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 800}
@@ -88,6 +89,11 @@ def open_page(browser: Browser) -> Iterator[Open]:
         opened.__exit__(None, None, None)
 
 
+def write(file: Path, *runs: ReportRun) -> Path:
+    file.write_text(render(runs), encoding="utf-8")
+    return file
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory, default_base_model: Path) -> tuple[Path, Path]:
     """Two real runs: one goes too fast, so that alarms rise; the other has a target."""
@@ -122,9 +128,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = run_of(
         name=HOSTILE, completions=[row], scores=[(0, {HOSTILE: 0.5}), (1, {HOSTILE: 0.0})], details=details, k3=[0.5]
     )
-    file = tmp_path_factory.mktemp("hostile") / "report.html"
-    file.write_text(render([run]), encoding="utf-8")
-    return file
+    return write(tmp_path_factory.mktemp("hostile") / "report.html", run)
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator, Page
-from tests.browser.conftest import Open
+from tests.browser.conftest import Open, write
 from tests.report.pages import run_of
 
-from klamp.report.page import render
 from klamp.report.run import ReportRun
 
 STEPS = 100
@@ -23,11 +22,6 @@ def chart(page: Page, title: str) -> Locator:
 
 def noisy(factor: int, n: int = STEPS) -> list[float]:
     return [0.002 * step + 0.1 * (step * factor % 17) / 17 for step in range(1, n + 1)]
-
-
-def write(file: Path, *runs: ReportRun) -> Path:
-    file.write_text(render(runs), encoding="utf-8")
-    return file
 
 
 @pytest.fixture

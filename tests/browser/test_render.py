@@ -11,10 +11,10 @@ from unicodedata import normalize
 import pytest
 from playwright.sync_api import Browser, expect
 from pypdf import PdfReader
-from tests.browser.conftest import NARROW, WIDE, Open, watched
+from tests.browser.conftest import NARROW, WIDE, Open, watched, write
 from tests.report.pages import completion, run_of
 
-from klamp.report.page import LIMIT, render
+from klamp.report.page import LIMIT
 
 OVERFLOW = """() => {
   const wide = document.documentElement.clientWidth;
@@ -42,9 +42,7 @@ def test_nothing_sticks_out(
 
 
 def test_a_small_number_with_a_long_unit_stays_in_its_tile(tmp_path: Path, open_page: Open) -> None:
-    run = run_of(k3=[0.1] * 3, beta=[0.03, 0.000535, 0.000535])
-    file = tmp_path / "report.html"
-    file.write_text(render([run]), encoding="utf-8")
+    file = write(tmp_path / "report.html", run_of(k3=[0.1] * 3, beta=[0.03, 0.000535, 0.000535]))
     for viewport in (WIDE, NARROW):
         spilled = """() => Array.from(document.querySelectorAll(".tile")).flatMap((tile) =>
           Array.from(tile.querySelectorAll("span")).filter((node) =>
@@ -106,9 +104,8 @@ def test_hostile_text_is_shown_and_not_run(hostile: Path, open_page: Open) -> No
 
 
 def test_runs_side_by_side_have_columns_of_one_width_on_a_phone(tmp_path: Path, open_page: Open) -> None:
-    file = tmp_path / "two.html"
-    file.write_text(render([run_of(name=f"beta-0.1_seed-{n}", reward=[0.5], exact=[0.1]) for n in (0, 1)]))
-    page = open_page(file, viewport=NARROW)
+    runs = [run_of(name=f"beta-0.1_seed-{n}", reward=[0.5], exact=[0.1]) for n in (0, 1)]
+    page = open_page(write(tmp_path / "two.html", *runs), viewport=NARROW)
     cells = page.locator("table.headlines tbody tr").first.locator("td").all()
     widths = [cell.evaluate("node => node.offsetWidth") for cell in cells]
     assert len(widths) == 2 and min(widths) >= 112 and widths[0] == pytest.approx(widths[1], abs=1), widths
@@ -128,8 +125,7 @@ def test_a_large_record_fits(tmp_path: Path, open_page: Open) -> None:
         for step in range(1, 121)
     ]
     run = run_of(completions=rows, k3=[0.1 + step % 7 for step in range(5000)], reward=[0.5] * 5000)
-    file = tmp_path / "report.html"
-    file.write_text(render([run]), encoding="utf-8")
+    file = write(tmp_path / "report.html", run)
     assert 0.9 * LIMIT < file.stat().st_size <= LIMIT
     page = open_page(file)
     cards = page.locator(".completion").count()

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
-from tests.browser.conftest import Open
+from tests.browser.conftest import Open, write
 from tests.report.pages import completion, run_of
 
-from klamp.report.page import render
 from klamp.report.text import shown
 
 
@@ -113,8 +112,7 @@ def test_the_shades_follow_the_anchor_that_is_chosen(open_page: Open, tmp_path: 
         completion(step=2, policy=policy, ref=(-1.0, -2.0, -0.7), teacher=policy, trained=(False, True, True)),
         completion(step=3, policy=policy, ref=(-1.0, -2.1, -0.5)),
     ]
-    (tmp_path / "r.html").write_text(render([run_of(completions=rows)]), encoding="utf-8")
-    page = open_page(tmp_path / "r.html")
+    page = open_page(write(tmp_path / "r.html", run_of(completions=rows)))
 
     def shades() -> list[list[str]]:
         return page.locator(".tokens").evaluate_all("all => all.map((s) => Array.from(s.children, (t) => t.className))")

@@ -25,6 +25,7 @@ from klamp.core.masking import Totals
 from klamp.core.objective import grpo_loss, without_gradient
 from klamp.core.term import KLTerm, Weighted
 from klamp.core.topk import distinct, server_head, topk_kl
+from klamp.core.types import Batch
 from klamp.doctor.examine import examine
 from klamp.doctor.readers import read_record
 from klamp.errors import ConfigError, DataError, NonFiniteError, ShapeError
@@ -74,10 +75,16 @@ def same(found: Any, expected: Any) -> None:
 def taught(student: Any, teacher: Any, mask: Any = None, **term: Any) -> tuple[list[float], dict[str, float]]:
     """The gradient in one completion's log-probabilities (of sampled tokens the log-ratio), and the metrics."""
     policy = tensor([student]).requires_grad_()
-    on = torch.ones_like(policy, dtype=torch.bool) if mask is None else torch.tensor([mask]).bool()
-    batch = flat_batch(policy_logprobs=policy, mask=on, advantages=torch.zeros(1), teacher_logprobs=tensor([teacher]))
-    loss, metrics = grpo_loss(batch, objective_of(**SUM, others=(Weighted(1.0, replace(TEACHER, **term)),)))
+    objective = objective_of(**SUM, others=(Weighted(1.0, replace(TEACHER, **term)),))
+    loss, metrics = grpo_loss(batch(policy, tensor([teacher]), mask), objective)
     return torch.autograd.grad(loss, policy)[0][0].tolist(), {name: float(x) for name, x in metrics.items()}
+
+
+def batch(policy: torch.Tensor, teacher: torch.Tensor, mask: Any = None, **more: Any) -> Batch:
+    """Completions whose tokens all count, without a reward unless `advantages` says so."""
+    mask = torch.ones_like(policy, dtype=torch.bool) if mask is None else torch.tensor([mask]).bool()
+    more = {"advantages": torch.zeros(len(policy))} | more
+    return flat_batch(policy_logprobs=policy, teacher_logprobs=teacher, mask=mask, **more)
 
 
 def served(monkeypatch: pytest.MonkeyPatch, scores: list[Any], prompt: int) -> list[float]:
@@ -185,14 +192,9 @@ def test_mean_of_means(case: Case) -> None:
     losses = []
     for log_ratios in case["micro_batches"]:
         policy = torch.full((len(log_ratios), 1), -2.0).double().requires_grad_()
-        batch = flat_batch(
-            policy_logprobs=policy,
-            teacher_logprobs=policy.detach() - tensor(log_ratios)[:, None],
-            mask=torch.ones_like(policy, dtype=torch.bool),
-            advantages=torch.zeros(len(log_ratios)),
-        )
+        part = batch(policy, policy.detach() - tensor(log_ratios)[:, None])
         objective = objective_of(surrogate="score_function", reduction="token_mean", others=(Weighted(1.0, TEACHER),))
-        losses.append(grpo_loss(batch, objective, totals=Totals(sequences=5.0, tokens=5.0, kl_tokens=5.0)).loss)
+        losses.append(grpo_loss(part, objective, totals=Totals(sequences=5.0, tokens=5.0, kl_tokens=5.0)).loss)
     assert sum(x.item() for x in losses) == near(case["expect"]["token_mean"])
 
 
@@ -288,9 +290,8 @@ def test_window_of_the_micro_batch(case: Case) -> None:
     )
     for (row,) in case["micro_batches"]:
         policy = torch.zeros(1, case["lengths"][row])
-        batch = batch_of(context, rollout, policy, slice(row, row + 1))  # pyright: ignore
-        teacher = batch.anchors["teacher"].logprobs
-        assert teacher[batch.mask].tolist() == case["expect"][f"row_{row}"]
+        part = batch_of(context, rollout, policy, slice(row, row + 1))  # pyright: ignore
+        assert part.anchors["teacher"].logprobs[part.mask].tolist() == case["expect"][f"row_{row}"]
 
 
 def test_shift_by_one(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,15 +368,8 @@ def test_topk_kl_as_advantage(case: Case, horizon: str) -> None:
     term = replace(TEACHER, value="topk", gradient="own" if horizon == "token" else "reverse", horizon=horizon)
     loss = torch.zeros(())
     for row in range(9):
-        batch = flat_batch(
-            policy_logprobs=drawn,
-            teacher_logprobs=scores,
-            teacher_kl=kl,
-            mask=torch.ones(9, 2, dtype=torch.bool),
-            advantages=torch.zeros(9),
-        )
-        weighted = objective_of(**SUM, others=(Weighted(1.0, term),))
-        loss = loss + probabilities[row] * grpo_loss(rows_of(batch, slice(row, row + 1)), weighted).loss
+        one = rows_of(batch(drawn, scores, teacher_kl=kl), slice(row, row + 1))
+        loss = loss + probabilities[row] * grpo_loss(one, objective_of(**SUM, others=(Weighted(1.0, term),))).loss
     found = torch.autograd.grad(loss, (first, second))
     expected = case["expect"][f"{horizon}_horizon"]
     assert found[0].tolist() == near(expected["first"])
@@ -401,17 +395,12 @@ def test_whitened_teacher(case: Case) -> None:
     """A group of equal rewards keeps its teacher, whose part is not divided by anything."""
     rewards, delta = case.rows("reward_group", "delta")
     policy = torch.full((4, 1), -2.0).double().requires_grad_()
-    batch = flat_batch(
-        policy_logprobs=policy,
-        teacher_logprobs=(policy.detach() - delta[:, None]),
-        mask=torch.ones(4, 1, dtype=torch.bool),
-        advantages=group_advantages(rewards, 4),
-    )
+    group = batch(policy, policy.detach() - delta[:, None], advantages=group_advantages(rewards, 4))
     for coef in case["teacher_coefs"]:
         shift = Weighted(coef, replace(TEACHER, placement="advantage"))
         objective = objective_of(**SUM, others=(shift,))
-        assert without_gradient(batch, objective_of()).all() and not without_gradient(batch, objective).any()
-        gradient = torch.autograd.grad(grpo_loss(batch, objective).loss, policy)[0][:, 0]
+        assert without_gradient(group, objective_of()).all() and not without_gradient(group, objective).any()
+        gradient = torch.autograd.grad(grpo_loss(group, objective).loss, policy)[0][:, 0]
         assert (-4 * gradient).tolist() == near(case["expect"]["advantage"][str(coef)])
-    unscored = changed(batch, teacher_mask=torch.zeros_like(batch.mask))
+    unscored = changed(group, teacher_mask=torch.zeros_like(group.mask))
     assert without_gradient(unscored, objective).all()

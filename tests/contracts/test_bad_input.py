@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -46,33 +47,17 @@ def on_meta(like: torch.Tensor) -> torch.Tensor:
 
 
 NOT_A_TENSOR = {
-    "a list": [[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]],
-    "an array": P.numpy(),
-    "a number": -1.0,
-    "text": "-1.0",
+    "a list": [[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]], "an array": P.numpy(), "a number": -1.0, "text": "-1.0",
     "a dict": {},
-}
+}  # fmt: skip
 NOT_A_NUMBER = {
-    "text": "0.1",
-    "a word": "much",
-    "True": True,
-    "NaN": math.nan,
-    "infinity": math.inf,
-    "past every tensor": 2**70,
-    "a list": [0.1],
-    "a dict": {},
-    "a tensor": torch.tensor(0.1),
-    "an array": np.zeros(2),
-}
+    "text": "0.1", "a word": "much", "True": True, "NaN": math.nan, "infinity": math.inf, "past every tensor": 2**70,
+    "a list": [0.1], "a dict": {}, "a tensor": torch.tensor(0.1), "an array": np.zeros(2),
+}  # fmt: skip
 NOT_A_NAME = {
-    "a typo": "k33",
-    "empty": "",
-    "a number": 3,
-    "True": True,
-    "a list": ["k3"],
-    "a tensor": P,
+    "a typo": "k33", "empty": "", "a number": 3, "True": True, "a list": ["k3"], "a tensor": P,
     "an array": NOT_A_TENSOR["an array"],
-}
+}  # fmt: skip
 NOTHING = {"None": None}
 NOT_A_CONFIG = {"a dict": {"beta": 0.1}, "text": "k3", "a number": 0.1, "the class": klamp.KLConfig}
 
@@ -104,12 +89,13 @@ WRONG: Mapping[str, Mapping[str, Any]] = {
     "config": NOT_A_CONFIG,
 }  # fmt: skip
 WRONG |= {"number": NOT_A_NUMBER}
-WRONG |= {f"{kind}, needed": wrong | NOTHING for kind, wrong in WRONG.items()}
+WRONG |= {f"{kind}!": wrong | NOTHING for kind, wrong in WRONG.items()}
+"""Kind -> what looks like it; with an exclamation mark, the argument must be there, and None is wrong too."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A good call of a function, and what its arguments are."""
+    """A good call of a function, and its arguments by their kind."""
 
     function: Callable[..., Any]
     good: Mapping[str, Any]
@@ -119,177 +105,81 @@ class Call:
         return self.function(**{**self.good, **changes})
 
 
-LOGPROBS = "logprobs, needed"
 HEAD = {"hidden": HIDDEN, "weight": WEIGHT}
-BOUNDED = {"value": "share, needed", "min_value": "share, needed", "max_value": "share"}
-CONTROLLER = BOUNDED | {"target": "positive, needed"}
+HEADS = {"policy_hidden": HIDDEN, "policy_weight": WEIGHT, "ref_hidden": HIDDEN, "ref_weight": WEIGHT}
 
 CALLS: Mapping[str, Call] = {
-    "kl_estimate": Call(
-        klamp.kl_estimate,
-        {"policy_logprobs": P, "ref_logprobs": P},
-        {"policy_logprobs": LOGPROBS, "ref_logprobs": LOGPROBS, "estimator": "name, needed"},
-    ),
-    "exact_kl": Call(
-        klamp.exact_kl,
-        {"policy_logits": P, "ref_logits": P},
-        {"policy_logits": LOGPROBS, "ref_logits": LOGPROBS, "direction": "name, needed"},
-    ),
-    "kl_penalty": Call(
-        klamp.kl_penalty,
+    "kl_estimate": Call(klamp.kl_estimate, {"policy_logprobs": P, "ref_logprobs": P},
+        {"logprobs!": "policy_logprobs ref_logprobs", "name!": "estimator"}),
+    "exact_kl": Call(klamp.exact_kl, {"policy_logits": P, "ref_logits": P},
+        {"logprobs!": "policy_logits ref_logits", "name!": "direction"}),
+    "kl_penalty": Call(klamp.kl_penalty,
         {"policy_logprobs": P, "ref_logprobs": P, "mask": MASK, "behavior_logprobs": P},
-        {
-            "policy_logprobs": LOGPROBS, "ref_logprobs": LOGPROBS, "mask": "mask, needed",
-            "behavior_logprobs": "logprobs",
-            "value": "name, needed", "gradient": "name, needed", "horizon": "name, needed",
-            "max_weight": "positive", "max_log_ratio": "positive",
-        },
-    ),
-    "linear_logprobs": Call(
-        klamp.linear_logprobs,
-        HEAD | {"targets": CHOSEN, "bias": torch.ones(5)},
-        {
-            "hidden": "hidden, needed", "weight": "hidden, needed", "targets": "ids, needed", "bias": "hidden",
-            "temperature": "positive, needed", "softcap": "positive", "return_entropy": "flag",
-        },
-    ),
-    "linear_kl": Call(
-        klamp.linear_kl,
-        {"policy_hidden": HIDDEN, "policy_weight": WEIGHT, "ref_hidden": HIDDEN, "ref_weight": WEIGHT}
-        | {"policy_bias": torch.ones(5), "ref_bias": torch.ones(5)},
-        dict.fromkeys(("policy_hidden", "policy_weight", "ref_hidden", "ref_weight"), "hidden, needed")
-        | dict.fromkeys(("policy_bias", "ref_bias"), "hidden")
-        | {"direction": "name, needed", "temperature": "positive, needed", "softcap": "positive"},
-    ),
-    "topk_kl": Call(
-        klamp.topk_kl,
+        {"logprobs!": "policy_logprobs ref_logprobs", "mask!": "mask", "logprobs": "behavior_logprobs",
+         "name!": "value gradient horizon", "positive": "max_weight max_log_ratio"}),
+    "linear_logprobs": Call(klamp.linear_logprobs, HEAD | {"targets": CHOSEN, "bias": torch.ones(5)},
+        {"hidden!": "hidden weight", "ids!": "targets", "hidden": "bias", "positive!": "temperature",
+         "positive": "softcap", "flag": "return_entropy"}),
+    "linear_kl": Call(klamp.linear_kl, HEADS | {"policy_bias": torch.ones(5), "ref_bias": torch.ones(5)},
+        {"hidden!": "policy_hidden policy_weight ref_hidden ref_weight", "hidden": "policy_bias ref_bias",
+         "name!": "direction", "positive!": "temperature", "positive": "softcap"}),
+    "topk_kl": Call(klamp.topk_kl,
         {"policy_head": P, "anchor_head": P, "policy_target": P[:, 0], "anchor_target": P[:, 0]}
         | {"outside": MASK[:, 0], "log_weight": P[:, 0], "kept": MASK},
-        dict.fromkeys(("policy_head", "anchor_head", "policy_target", "anchor_target"), LOGPROBS)
-        | {"outside": "mask, needed", "log_weight": "logprobs", "kept": "mask"}
-        | {"direction": "name, needed", "tail": "name, needed"},
-    ),
-    "linear_kl of a head": Call(
-        klamp.linear_kl,
-        {"policy_hidden": HIDDEN, "policy_weight": WEIGHT, "ref_hidden": HIDDEN, "ref_weight": WEIGHT}
-        | {"targets": CHOSEN, "top_k": 2, "log_weight": CHOSEN.float()},
-        {"targets": "ids, needed", "top_k": "whole", "tail": "name, needed", "log_weight": "logprobs"},
-    ),
-    "linear_topk": Call(
-        klamp.linear_topk, HEAD | {"k": 2, "targets": CHOSEN}, {"k": "whole, needed", "targets": "ids"}
-    ),
-    "linear_head_kl": Call(
-        klamp.linear_head_kl,
+        {"logprobs!": "policy_head anchor_head policy_target anchor_target", "mask!": "outside",
+         "logprobs": "log_weight", "mask": "kept", "name!": "direction tail"}),
+    "linear_kl of a head": Call(klamp.linear_kl, HEADS | {"targets": CHOSEN, "top_k": 2, "log_weight": CHOSEN.float()},
+        {"ids!": "targets", "whole": "top_k", "name!": "tail", "logprobs": "log_weight"}),
+    "linear_topk": Call(klamp.linear_topk, HEAD | {"k": 2, "targets": CHOSEN}, {"whole!": "k", "ids": "targets"}),
+    "linear_head_kl": Call(klamp.linear_head_kl,
         {"policy_hidden": HIDDEN, "policy_weight": WEIGHT, "head_ids": CHOSEN[:, None], "top_k": 1}
         | {"head_logprobs": -CHOSEN[:, None].float(), "targets": CHOSEN, "target_logprobs": -CHOSEN.float()},
-        {"head_ids": "ids, needed", "head_logprobs": LOGPROBS, "targets": "ids, needed", "target_logprobs": LOGPROBS}
-        | {"top_k": "whole, needed"},
-    ),
-    "clip_kl": Call(
-        klamp.clip_kl,
-        {"kl": P.abs(), "threshold": 0.5, "method": "soft"},
-        {"kl": LOGPROBS, "threshold": "number, needed", "method": "name, needed", "temperature": "positive, needed"},
-    ),
-    "clip_kl with a threshold for each": Call(
-        klamp.clip_kl, {"kl": P.abs(), "threshold": P.abs(), "method": "soft"}, {"threshold": LOGPROBS}
-    ),
-    "kl_budget": Call(
-        klamp.kl_budget,
-        {"threshold": 0.5, "per_token": True, "reference_length": 50},
-        {"threshold": "share, needed", "per_token": "flag", "reference_length": "positive, needed"},
-    ),
-    "group_advantages": Call(
-        klamp.group_advantages,
-        {"rewards": torch.tensor([1.0, 0.0]), "group_size": 2},
-        {
-            "rewards": "per sequence, needed", "group_size": "whole, needed", "eps": "share, needed",
-            "scale": "name, needed", "baseline": "name, needed",
-        },
-    ),
-    "grpo_loss": Call(
-        klamp.grpo_loss,
-        {"batch": batch(), "objective": OBJECTIVE, "totals": klamp.Totals(2, 5, 5)},
-        {"batch": "config, needed", "objective": "config, needed", "totals": "config"},
-    ),
-    "grpo_loss of a batch": Call(
-        ALL_OF_THE_BATCH,
+        {"ids!": "head_ids targets", "logprobs!": "head_logprobs target_logprobs", "whole!": "top_k"}),
+    "clip_kl": Call(klamp.clip_kl, {"kl": P.abs(), "threshold": 0.5, "method": "soft"},
+        {"logprobs!": "kl", "number!": "threshold", "name!": "method", "positive!": "temperature"}),
+    "clip_kl with a threshold for each": Call(klamp.clip_kl, {"kl": P.abs(), "threshold": P.abs(), "method": "soft"},
+        {"logprobs!": "threshold"}),
+    "kl_budget": Call(klamp.kl_budget, {"threshold": 0.5, "per_token": True, "reference_length": 50},
+        {"share!": "threshold", "flag": "per_token", "positive!": "reference_length"}),
+    "group_advantages": Call(klamp.group_advantages, {"rewards": torch.tensor([1.0, 0.0]), "group_size": 2},
+        {"per sequence!": "rewards", "whole!": "group_size", "share!": "eps", "name!": "scale baseline"}),
+    "grpo_loss": Call(klamp.grpo_loss, {"batch": batch(), "objective": OBJECTIVE, "totals": klamp.Totals(2, 5, 5)},
+        {"config!": "batch objective", "config": "totals"}),
+    "grpo_loss of a batch": Call(ALL_OF_THE_BATCH,
         {"policy_logprobs": P, "mask": MASK, "advantages": torch.tensor([1.0, -1.0])},
-        {
-            "policy_logprobs": LOGPROBS, "mask": "mask, needed", "advantages": "per sequence, needed",
-            "old_logprobs": "logprobs", "ref_logprobs": LOGPROBS, "sampler_logprobs": "logprobs",
-            "reference_length": "positive", "group_size": "whole", "anchors": "config, needed",
-        },
-    ),
+        {"logprobs!": "policy_logprobs ref_logprobs", "mask!": "mask", "per sequence!": "advantages",
+         "logprobs": "old_logprobs sampler_logprobs", "positive": "reference_length", "whole": "group_size",
+         "config!": "anchors"}),
     "grpo_loss of an anchor": Call(
         lambda **fields: klamp.grpo_loss(batch(anchors={"another": klamp.Scored(**fields)}), OBJECTIVE),
         {"logprobs": P - 0.1},
-        {
-            "logprobs": LOGPROBS, "kl": "logprobs", "forward_kl": "logprobs", "mask": "mask",
-            "gate": "per sequence", "weight": "per sequence",
-        },
-    ),
-    "a term of an objective": Call(
-        lambda **fields: klamp.Objective(terms=(klamp.Weighted(**fields),)),
-        {"coefficient": 0.1, "term": klamp.KLTerm()},
-        {"coefficient": "share, needed", "term": "config, needed"},
-    ),
-    "grpo_loss with totals": Call(
-        lambda **sizes: klamp.grpo_loss(batch(), OBJECTIVE, totals=klamp.Totals(**sizes)),
-        {"sequences": 2, "tokens": 5, "kl_tokens": 5},
-        dict.fromkeys(("sequences", "tokens", "kl_tokens"), "positive, needed"),
-    ),
-    "build_objective": Call(
-        klamp.build_objective,
+        {"logprobs!": "logprobs", "logprobs": "kl forward_kl", "mask": "mask", "per sequence": "gate weight"}),
+    "a term of an objective": Call(lambda **fields: klamp.Objective(terms=(klamp.Weighted(**fields),)),
+        {"coefficient": 0.1, "term": klamp.KLTerm()}, {"share!": "coefficient", "config!": "term"}),
+    "grpo_loss with totals": Call(lambda **sizes: klamp.grpo_loss(batch(), OBJECTIVE, totals=klamp.Totals(**sizes)),
+        {"sequences": 2, "tokens": 5, "kl_tokens": 5}, {"positive!": "sequences tokens kl_tokens"}),
+    "build_objective": Call(klamp.build_objective,
         {"kl": klamp.KLConfig(), "loss": klamp.LossConfig(), "max_length": 8},
-        {"kl": "config, needed", "loss": "config, needed", "max_length": "whole, needed"},
-    ),
-    "preset": Call(klamp.preset, {"name": "grpo"}, {"name": "name, needed"}),
-    "KLTerm": Call(
-        klamp.KLTerm,
-        {},
-        dict.fromkeys(("max_weight", "max_log_ratio"), "positive")
-        | {"clip_threshold": "share, needed", "clip_temperature": "positive, needed", "normalizer": "name"}
-        | dict.fromkeys(
-            ("value", "gradient", "horizon", "placement", "off_policy", "clip_method", "clip_level"), "name, needed"
-        ),
-    ),
-    "Objective": Call(
-        klamp.Objective,
-        {},
-        {
-            "surrogate": "name, needed", "reduction": "name, needed", "max_length": "whole",
-            "clip_low": "share, needed", "clip_high": "share, needed",
-        },
-    ),
-    "FixedController": Call(klamp.FixedController, {"value": 0.1}, BOUNDED),
-    "HoldController": Call(
-        klamp.HoldController,
-        {"value": 0.1, "target": 0.05},
-        CONTROLLER | {"gain": "positive, needed", "lead": "share, needed", "landing": "share"},
-    ),
-    "StepController": Call(
-        klamp.StepController,
-        {"value": 0.1, "target": 0.05},
-        CONTROLLER | dict.fromkeys(("up", "down", "high", "low"), "positive, needed"),
-    ),
-    "ProportionalController": Call(
-        klamp.ProportionalController,
-        {"value": 0.1, "target": 0.05, "horizon": 10},
-        CONTROLLER | {"horizon": "whole, needed", "clip": "positive, needed"},
-    ),
-    "update": Call(
-        lambda kl, n_steps: klamp.ProportionalController(0.1, target=0.05, horizon=10).update(kl, n_steps),
-        {"kl": 0.1, "n_steps": 1},
-        {"kl": "share, needed", "n_steps": "whole, needed"},
-    ),
-    "load_state_dict": Call(
-        klamp.FixedController(0.1).load_state_dict, {"state": {"value": 0.2}}, {"state": "config, needed"}
-    ),
-    "load_state_dict of a value": Call(
-        lambda value: klamp.FixedController(0.1).load_state_dict({"value": value}),
-        {"value": 0.2},
-        {"value": "number, needed"},
-    ),
+        {"config!": "kl loss", "whole!": "max_length"}),
+    "preset": Call(klamp.preset, {"name": "grpo"}, {"name!": "name"}),
+    "KLTerm": Call(klamp.KLTerm, {},
+        {"positive": "max_weight max_log_ratio", "share!": "clip_threshold", "positive!": "clip_temperature",
+         "name": "normalizer", "name!": "value gradient horizon placement off_policy clip_method clip_level"}),
+    "Objective": Call(klamp.Objective, {},
+        {"name!": "surrogate reduction", "whole": "max_length", "share!": "clip_low clip_high"}),
+    "FixedController": Call(klamp.FixedController, {"value": 0.1}, {"share!": "value min_value", "share": "max_value"}),
+    "HoldController": Call(klamp.HoldController, {"value": 0.1, "target": 0.05},
+        {"share!": "value min_value lead", "share": "max_value landing", "positive!": "target gain"}),
+    "StepController": Call(klamp.StepController, {"value": 0.1, "target": 0.05},
+        {"share!": "value min_value", "share": "max_value", "positive!": "target up down high low"}),
+    "ProportionalController": Call(klamp.ProportionalController, {"value": 0.1, "target": 0.05, "horizon": 10},
+        {"share!": "value min_value", "share": "max_value", "positive!": "target clip", "whole!": "horizon"}),
+    "update": Call(lambda kl, n_steps: klamp.ProportionalController(0.1, target=0.05, horizon=10).update(kl, n_steps),
+        {"kl": 0.1, "n_steps": 1}, {"share!": "kl", "whole!": "n_steps"}),
+    "load_state_dict": Call(klamp.FixedController(0.1).load_state_dict, {"state": {"value": 0.2}},
+        {"config!": "state"}),
+    "load_state_dict of a value": Call(lambda value: klamp.FixedController(0.1).load_state_dict({"value": value}),
+        {"value": 0.2}, {"number!": "value"}),
 }  # fmt: skip
 
 TOP_K = {"linear_kl of a head": "top_k", "linear_topk": "k", "linear_head_kl": "top_k"}
@@ -314,8 +204,8 @@ ACCEPTED: Mapping[tuple[str, str, str], str] = {
 
 def cases(*, accepted: bool) -> Iterator[Any]:
     for name, call in CALLS.items():
-        for argument, kind in call.kinds.items():
-            for wrong, value in WRONG[kind].items():
+        for kind, arguments in call.kinds.items():
+            for argument, (wrong, value) in product(arguments.split(), WRONG[kind].items()):
                 if ((name, argument, wrong) in ACCEPTED) == accepted:
                     yield pytest.param(call, argument, value, id=f"{name}: {argument}: {wrong}")
 

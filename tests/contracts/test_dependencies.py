@@ -1,9 +1,10 @@
-"""Each library that klamp imports is declared in pyproject.toml, and comes with what imports it; none for nothing."""
+"""Each library that klamp imports is declared in pyproject.toml and used; `import klamp` itself needs torch alone."""
 
 import ast
 import functools
 import gc
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
@@ -21,28 +22,24 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # module -> what pip calls it, where more than a dash differs.
 PIP_NAMES = {"yaml": "pyyaml"}
 
+
+def by_name(names_of: dict[tuple[str, ...], str]) -> dict[str, tuple[str, ...]]:
+    return {name: extras for extras, names in names_of.items() for name in names.split()}
+
+
 # What may be imported below a folder or in a file, also within functions: base dependencies and those of these extras.
 # The longest name that fits counts.
-EXTRAS_OF = {
-    "": (),
-    "cli/ablate.py": ("train",),
-    "cli/evaluate.py": ("train",),
-    "cli/train.py": ("train",),
-    "doctor/readers/logs.py": ("train", "wandb"),
-    "hosts/tinker": ("tinker",),
-    "hosts/trl": ("trl",),
-    "hosts/unsloth": ("unsloth",),
-    "hosts/verl": ("verl",),
-    "lab": ("train",),
-    "lab/ablate/execute.py": ("train", "ray"),
-    "lab/engines/trl_program.py": ("train", "trl"),
-    "lab/observers.py": ("train", "wandb"),
-    "scoring/completions.py": ("train",),
-    "scoring/model_parts.py": ("train",),
-    "scoring/vllm_reference.py": ("train",),
-    "trl.py": ("trl",),
-    "training": ("train",),
-}
+EXTRAS_OF = {"": ()} | by_name({
+    ("train",): "cli/ablate.py cli/evaluate.py cli/train.py lab scoring/completions.py scoring/model_parts.py "
+    "scoring/vllm_reference.py training",
+    ("train", "wandb"): "doctor/readers/logs.py lab/observers.py",
+    ("tinker",): "hosts/tinker",
+    ("trl",): "hosts/trl trl.py",
+    ("unsloth",): "hosts/unsloth",
+    ("verl",): "hosts/verl",
+    ("train", "ray"): "lab/ablate/execute.py",
+    ("train", "trl"): "lab/engines/trl_program.py",
+})  # fmt: skip
 
 # Not klamp's to declare: there if and because what is examined or compiled for is there.
 GUESTS = {
@@ -54,33 +51,17 @@ GUESTS = {
 }
 
 # What has to be importable with these extras alone: all that is imported on the way, within functions apart.
-DOORS = {
-    "klamp": (),
-    "klamp.core.objective": (),
-    "klamp.cli": (),
-    "klamp.cli.audit": (),
-    "klamp.cli.doctor": (),
-    "klamp.cli.report": (),
-    "klamp.cli.verify": (),
-    "klamp.doctor.readers": (),
-    "klamp.report.page": (),
-    "klamp.audit": (),
-    "klamp.verify": (),
-    "klamp.lab.ablate.one_run": ("train",),
-    "klamp.cli.ablate": ("train",),
-    "klamp.cli.train": ("train",),
-    "klamp.training.loop": ("train",),
-    "klamp.lab.backends": ("train",),
-    "klamp.lab.loop": ("train",),
-    "klamp.lab.engines.trl_program": ("train", "trl"),
-    "klamp.lab.engines.verl": ("train",),
-    "klamp.tinker": ("tinker",),
-    "klamp.trl": ("trl",),
-    "klamp.unsloth": ("unsloth",),
-    "klamp.verl": ("verl",),
-    "klamp.verl.checked": ("verl",),
-    "klamp.verl.registered": ("verl",),
-}
+DOORS = by_name({
+    (): "klamp klamp.core.objective klamp.cli klamp.cli.audit klamp.cli.doctor klamp.cli.report klamp.cli.verify "
+    "klamp.doctor.readers klamp.report.page klamp.audit klamp.verify",
+    ("train",): "klamp.lab.ablate.one_run klamp.cli.ablate klamp.cli.train klamp.training.loop klamp.lab.backends "
+    "klamp.lab.loop klamp.lab.engines.verl",
+    ("train", "trl"): "klamp.lab.engines.trl_program",
+    ("tinker",): "klamp.tinker",
+    ("trl",): "klamp.trl",
+    ("unsloth",): "klamp.unsloth",
+    ("verl",): "klamp.verl klamp.verl.checked klamp.verl.registered",
+})  # fmt: skip
 
 # Declared though nothing imports them, and why.
 NOT_IMPORTED = {
@@ -215,3 +196,79 @@ def test_what_is_declared_as_oldest_is_tried() -> None:
     }
     assert {name: {pins.get(name)} for name in oldest} == oldest
     assert set(PROJECT["optional-dependencies"]) == {*TRIED_OLDEST, "verl", "unsloth", "dev"}
+
+
+# Loaded by `import klamp`, any of these would make the library heavy, or tie it to one framework.
+HEAVY = (
+    *("accelerate", "datasets", "huggingface_hub", "math_verify", "matplotlib", "pandas", "peft"),
+    *("pyarrow", "ray", "rich", "safetensors", "tensorboard", "tinker", "tokenizers", "transformers"),
+    *("triton", "trl", "unsloth", "verl", "wandb", "yaml"),
+)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_klamp_loads_nothing_but_itself() -> None:
+    loaded = set(
+        run_python("import sys; before = set(sys.modules); import klamp; print(*set(sys.modules) - before)").split()
+    )
+    assert {name for name in loaded if name.partition(".")[0] not in sys.stdlib_module_names} == {"klamp"}
+
+
+def test_every_exported_name_needs_torch_alone_and_prints_and_warns_of_nothing() -> None:
+    """With every other library made impossible to import, the library's own functions still run."""
+    code = f"""
+import sys
+for name in {HEAVY!r}:
+    sys.modules[name] = None
+import torch, warnings
+warnings.simplefilter("error")
+from klamp import *
+policy, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -1.0]])
+print(kl_estimate(policy, ref, estimator="k1").tolist())
+"""
+    assert run_python(code) == "[[0.5, -1.0]]\n"
+
+
+def test_the_doctor_loads_neither_torch_nor_the_laboratory(tmp_path: Path) -> None:
+    record = tmp_path / "log.jsonl"
+    record.write_text('{"step": 1, "kl": 0.0, "reward": 1.0}\n', encoding="utf-8")
+    code = f"""
+import sys, klamp.doctor
+from klamp.cli import main
+assert main(["doctor", {str(record)!r}]) == 0
+import klamp.report.page
+print(*(name for name in sys.modules if name == "torch" or name.startswith(("klamp.core", "klamp.lab", "klamp.hosts"))))
+"""
+    assert run_python(code).splitlines()[-1] == ""
+
+
+IMPORTED_ELSEWHERE = """
+import importlib, os, signal, sys
+def load(names):
+    for name in names:
+        importlib.import_module(name)
+load({names})  # with all that others need: what that does on another system is theirs
+for name in [name for name in sys.modules if name.partition(".")[0] == "klamp"]:
+    del sys.modules[name]
+for name in ("fcntl", "resource"):
+    sys.modules[name] = None
+for module, name in ((os, "sched_getaffinity"), (os, "register_at_fork"), (os, "getuid"), (signal, "SIGHUP")):
+    delattr(module, name)
+load({names})
+print("all")
+"""
+"""Imports modules once more without what macOS (the affinity) and Windows (all of it) lack."""
+
+
+@pytest.mark.slow
+def test_no_module_needs_what_linux_alone_has_to_be_imported() -> None:
+    parts = ("cli", "doctor", "lab", "report")
+    paths = [path.relative_to(SOURCE.parent) for part in parts for path in sorted((SOURCE / part).rglob("*.py"))]
+    names = [".".join(path.with_suffix("").parts) for path in paths if path.stem not in ("__init__", "__main__")]
+    assert "klamp.lab.folders" in names and "klamp.lab.ablate.one_run" in names
+    assert run_python(IMPORTED_ELSEWHERE.format(names=names)).splitlines()[-1] == "all"

@@ -11,6 +11,7 @@ import torch
 from tests.batches import flat_batch
 from tests.hosts.tinker.wire import ADVANTAGES, PROMPTS, RESPONSES, datums, move
 from tests.hosts.trl.hosts import stock_trainer
+from torch.nn.utils.rnn import pad_sequence
 
 from klamp import KLConfig
 from klamp.config.loss import LossConfig, build_objective
@@ -73,7 +74,7 @@ class Step:
         """One row of the datums as klamp's and TRL's trainers hold it: the response only, padded on the right."""
         pairs = zip(self.data, PROMPTS, strict=True)
         rows = [datum.loss_fn_inputs[name].to_torch()[len(prompt) - 1 :] for datum, prompt in pairs]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return pad_sequence(rows, batch_first=True)
 
     def through_tinker(self, kl, loss_type):
         loss = LossConfig(loss_type=loss_type, scale_rewards="none")
@@ -115,22 +116,11 @@ class Step:
 
 
 def padded_tokens():
-    def padded(rows, *, left):
-        width = max(map(len, rows))
-        places = [[0] * (width - len(row)) + row if left else row + [0] * (width - len(row)) for row in rows]
-        marks = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        return torch.tensor(places), torch.tensor(marks if left else [mark[::-1] for mark in marks])
-
-    prompt_ids, prompt_mask = padded(PROMPTS, left=True)
-    ids, mask = padded(RESPONSES, left=False)
-    return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "ids": ids,
-        "mask": mask.bool(),
-        "sampler_logprobs": torch.zeros(ids.shape),
-        "ended": torch.ones(len(ids), dtype=torch.bool),
-    }
+    pairs = ((PROMPTS, "left"), (RESPONSES, "right"))
+    prompt_ids, ids = (pad_sequence([*map(torch.tensor, x)], batch_first=True, padding_side=side) for x, side in pairs)
+    prompts = {"prompt_ids": prompt_ids, "prompt_mask": (prompt_ids > 0).long()}
+    ended = torch.ones(len(ids), dtype=torch.bool)
+    return prompts | {"ids": ids, "mask": ids > 0, "sampler_logprobs": torch.zeros(ids.shape), "ended": ended}
 
 
 @pytest.fixture

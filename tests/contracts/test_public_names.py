@@ -1,8 +1,7 @@
 """The names that the outside relies on, and their signatures. A red test here is a breaking change: mean it.
 
 A function or class goes into SIGNATURES, written as it would be called, any other name into EXPORTED; a module that the
-outside imports by its own path goes into MODULES.
-"""
+outside imports by its own path goes into MODULES."""
 
 import dataclasses
 import importlib
@@ -11,9 +10,13 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.docs.pages import DOCS
+from tests.docs.pages import DOCS, ROOT, load
 
 import klamp
 
@@ -75,11 +78,7 @@ EXPORTED = sorted({*SIGNATURES, *FIELDS, *OTHERS})
 CONTROLLERS = [name for name in EXPORTED if name.endswith("Controller")]
 API = re.compile(r"\[`(\w+)`\]\[([\w.]+)\]")
 """A name in the table of docs/api.md, and where it is defined."""
-CONTROLLER_METHODS = {
-    "update": "(self, kl, n_steps=1)",
-    "state_dict": "(self)",
-    "load_state_dict": "(self, state)",
-}
+CONTROLLER_METHODS = {"update": "(self, kl, n_steps=1)", "state_dict": "(self)", "load_state_dict": "(self, state)"}
 
 MODULES = {
     "klamp.verify": ["examine", "examine_config", "explain_config", "explain_form", "verify_all", "verify_estimators"],
@@ -116,11 +115,7 @@ HOST_SIGNATURES = {
         "check": "(trainer, *, means=None)",
         "effective": "(trainer)",
     },
-    "klamp.verl": {
-        "effective": "(config)",
-        "overrides": "(kl, teacher=None)",
-        "register": "(*, check=False)",
-    },
+    "klamp.verl": {"effective": "(config)", "overrides": "(kl, teacher=None)", "register": "(*, check=False)"},
 }
 
 
@@ -132,7 +127,6 @@ def write_signature(function: object) -> str:
 
 
 def test_all_is_sorted_and_pinned() -> None:
-    assert list(klamp.__all__) == sorted(klamp.__all__)
     assert list(klamp.__all__) == EXPORTED
 
 
@@ -164,17 +158,15 @@ def test_every_exported_name_is_there_and_documented(name: str) -> None:
     assert (inspect.getdoc(getattr(klamp, name)) or "").strip()
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name: str) -> None:
-    assert write_signature(getattr(klamp, name)) == SIGNATURES[name]
+ALL_SIGNATURES = [(m, name) for m, names in {"klamp": SIGNATURES, **HOST_SIGNATURES}.items() for name in names]
 
 
-@pytest.mark.parametrize(("module", "name"), [(m, name) for m, names in HOST_SIGNATURES.items() for name in names])
-def test_signature_for_a_host(module: str, name: str) -> None:
+@pytest.mark.parametrize(("module", "name"), ALL_SIGNATURES)
+def test_signature(module: str, name: str) -> None:
     loaded = importlib.import_module(module)
     assert list(loaded.__all__) == sorted(loaded.__all__)
     assert name in loaded.__all__
-    assert write_signature(getattr(loaded, name)) == HOST_SIGNATURES[module][name]
+    assert write_signature(getattr(loaded, name)) == {"klamp": SIGNATURES, **HOST_SIGNATURES}[module][name]
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
@@ -201,3 +193,56 @@ def test_version_is_the_one_that_is_installed() -> None:
     from klamp._version import __version__
 
     assert version("klamp") == __version__
+
+
+PACKAGE = Path(klamp.__file__).parent
+CHANGED = {"KLFields", "TeacherFields", *CONTROLLERS}
+"""Fields of a dataclass of TRL's, which is not frozen; and what has a state."""
+BY_ORDER = {"Need", "HostLimit", "Numbers", "Kind", "KLFields", "TeacherFields", "FixedController", "Preset"}
+"""Few fields of their own, each of another kind."""
+
+
+def made() -> Iterator[type]:
+    for package in ("core", "core/heads", "config", "hosts/common"):
+        for file in sorted((PACKAGE / package).glob("*.py")):
+            module = importlib.import_module(".".join(("klamp", *Path(package).parts, file.stem)))
+            found = (
+                each for each in vars(module).values() if isinstance(each, type) and dataclasses.is_dataclass(each)
+            )
+            yield from (each for each in found if each.__module__ == module.__name__)
+
+
+def test_data_is_frozen_and_made_by_names() -> None:
+    own = {
+        each: [f for f in dataclasses.fields(each) if f.name in vars(each).get("__annotations__", {})]
+        for each in made()
+    }
+    assert len(own) > 20
+    assert {each.__name__ for each in own if not each.__dataclass_params__.frozen} == CHANGED  # pyright: ignore
+    assert {each.__name__ for each, fields in own.items() if any(not f.kw_only for f in fields)} == BY_ORDER
+
+
+SOURCE = ROOT / "src" / "klamp"
+SETTINGS: Any = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CONTRACTS = SETTINGS["tool"]["importlinter"]["contracts"]
+HOSTS = sorted(path.parent.name for path in (SOURCE / "hosts").glob("*/__init__.py") if path.parent.name != "common")
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_host_has_a_door_which_knows_nothing_of_the_laboratory(host: str) -> None:
+    assert (SOURCE / f"{host}.py").is_file() or (SOURCE / host / "__init__.py").is_file()
+    (arrows,) = [each for each in CONTRACTS if each["type"] == "layers"]
+    (doors,) = [layer for layer in arrows["layers"] if "trl" in layer]
+    assert host in doors.split(" : ")
+    (apart,) = [each for each in CONTRACTS if "klamp.hosts" in each.get("source_modules", ())]
+    assert f"klamp.{host}" in apart["source_modules"]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_host_is_installed_described_pinned_and_tested(host: str) -> None:
+    assert host in SETTINGS["project"]["optional-dependencies"]
+    assert (DOCS / f"{host}.md").is_file()
+    assert f"from klamp.{host} import" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"klamp.{host}" in load("hooks").DOORS
+    assert f"klamp.{host}" in {*HOST_SIGNATURES, *MODULES}
+    assert any((ROOT / "tests" / kind / host).is_dir() for kind in ("hosts", "engines"))

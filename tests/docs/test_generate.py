@@ -1,11 +1,13 @@
 """The generated pages are what their tables say now; and they are made of measurements, not of hopes."""
 
 import dataclasses
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from tests.docs.pages import DOCS, load
+from tests.hosts.teachers import HAVE, KINDS
 
 from klamp.core.estimators import ESTIMATORS
 
@@ -33,3 +35,22 @@ def test_the_table_of_estimators_is_measured(generate: ModuleType, monkeypatch: 
     monkeypatch.setattr(generate, "TERMS", ())
     (shown,) = (line for line in generate.which_kl_page().splitlines() if line.startswith("| `k3` |"))
     assert ": +100 % |" in shown
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "anchors.md"
+
+
+def fields_of(name: str) -> str:
+    return " ".join(f"{key.removeprefix('teacher_')}={value}" for key, value in KINDS[name].items()) or "the defaults"
+
+
+def table() -> str:
+    rows: dict[str, list[str]] = {}
+    for name in KINDS:
+        trainers = ", ".join(trainer for trainer, have in HAVE.items() if name in have)
+        rows.setdefault(trainers, []).append(f"`{fields_of(name)}`")
+    return "\n".join(f"| {trainers} | {', '.join(fields)} |" for trainers, fields in rows.items())
+
+
+def test_the_page_has_the_list() -> None:
+    assert table() in PAGE.read_text(encoding="utf-8")

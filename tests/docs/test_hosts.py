@@ -130,14 +130,10 @@ def swift(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
 
 
 def slime(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    """For miles too, which has the log-ratio where slime has the teacher's log-probabilities."""
     batch = {key: [] for key in ("unconcat_tokens", "total_lengths", "response_lengths")}
     batch |= {"log_probs": [x.old], "teacher_log_probs": [x.anchor], "advantages": [x.reward]}
-    return names["klamp_loss"](None, batch, x.policy, lambda tokens: (tokens * x.mask).sum(), coefficient=BETA)[0]
-
-
-def miles(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
-    batch = {key: [] for key in ("unconcat_tokens", "total_lengths", "response_lengths")}
-    batch |= {"log_probs": [x.old], "opd_reverse_kl": [x.old - x.anchor], "advantages": [x.reward]}
+    batch["opd_reverse_kl"] = [x.old - x.anchor]
     return names["klamp_loss"](None, batch, x.policy, lambda tokens: (tokens * x.mask).sum(), coefficient=BETA)[0]
 
 
@@ -174,7 +170,7 @@ def torchtitan(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
     return 7 * loss(x.policy, None, 7, **drawn, loss_mask=torch.ones_like(x.mask))[0]
 
 
-ROWS = (prime, openrlhf, skyrl, nemo, nemo_distillation, swift, slime, miles, areal, trinity, roll, rllm, torchtitan)
+ROWS = (prime, openrlhf, skyrl, nemo, nemo_distillation, swift, slime, slime, areal, trinity, roll, rllm, torchtitan)
 CALLS = dict(zip(SECTIONS, ROWS, strict=True))
 TO_SAMPLER = {"prime-rl", "torchtitan"}
 ON_POLICY = {"SkyRL", "NeMo-RL distillation", "ms-swift", "ROLL"}

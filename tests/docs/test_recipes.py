@@ -40,77 +40,38 @@ NEMO = ("nemo_rl/algorithms/loss/utils.py", "nemo_rl/algorithms/loss/loss_functi
 NEMO_CALL = ("nemo_rl/algorithms/loss/wrapper.py::loss_fn(",)
 SLIME, MILES = "slime/backends/megatron_utils", "miles/backends/training_utils"
 HOOKS = {
-    "prime-rl": Hook(
-        "klamp_loss",
-        ("prime_rl/trainer/rl/loss.py::custom_fn(",),
-        fields=("inputs prime_rl/trainer/rl/loss.py::LossInputs",),
-    ),
-    "OpenRLHF": Hook(
-        "compute_approx_kl",
-        ("openrlhf/trainer/ray/ppo_actor.py::compute_approx_kl(",),
+    "prime-rl": Hook("klamp_loss", ("prime_rl/trainer/rl/loss.py::custom_fn(",),
+        fields=("inputs prime_rl/trainer/rl/loss.py::LossInputs",)),
+    "OpenRLHF": Hook("compute_approx_kl", ("openrlhf/trainer/ray/ppo_actor.py::compute_approx_kl(",),
         "openrlhf/trainer/ray/ppo_actor.py::ActorPPOTrainer.training_step",
-        fields=("experience openrlhf/trainer/ppo_utils/experience.py::Experience",),
-    ),
-    "SkyRL": Hook(
-        "KlampTrainer.compute_advantages_and_returns",
+        fields=("experience openrlhf/trainer/ppo_utils/experience.py::Experience",)),
+    "SkyRL": Hook("KlampTrainer.compute_advantages_and_returns",
         ("skyrl/train/trainer.py::self.compute_advantages_and_returns(",),
         "skyrl/backends/skyrl_train/workers/worker.py::PolicyWorkerBase._forward_backward_micro",
-        keys="action_log_probs base_action_log_probs loss_mask",
-        files=("skyrl/train/trainer.py",),
-    ),
-    "NeMo-RL": Hook(
-        "KlampLoss.__call__",
-        NEMO_CALL,
-        unpacked="next_token_logprobs",
-        keys="prev_logprobs generation_logprobs reference_policy_logprobs",
-        files=NEMO,
-    ),
-    "NeMo-RL distillation": Hook(
-        "KlampDistillation.__call__",
-        NEMO_CALL,
-        unpacked="student_topk_logprobs teacher_topk_logprobs H_all",
-        files=NEMO,
-    ),
-    "ms-swift": Hook(
-        "jsd_loss", ("swift/rlhf_trainers/gkd_loss.py::jsd_loss(",), "swift/rlhf_trainers/gkd_loss.py::jsd_loss"
-    ),
-    "slime": Hook(
-        "klamp_loss",
-        (f"{SLIME}/loss.py::func(",),
-        keys="unconcat_tokens total_lengths response_lengths teacher_log_probs",
-        files=(f"{SLIME}/model.py",),
-    ),
-    "miles": Hook(
-        "klamp_loss",
-        (f"{MILES}/loss.py::func(",),
-        keys="total_lengths response_lengths max_seq_lens",
-        files=("miles/backends/megatron_utils/model.py",),
-    ),
-    "AReaL": Hook(
-        "grpo_loss_fn",
+        keys="action_log_probs base_action_log_probs loss_mask", files=("skyrl/train/trainer.py",)),
+    "NeMo-RL": Hook("KlampLoss.__call__", NEMO_CALL, unpacked="next_token_logprobs",
+        keys="prev_logprobs generation_logprobs reference_policy_logprobs", files=NEMO),
+    "NeMo-RL distillation": Hook("KlampDistillation.__call__", NEMO_CALL,
+        unpacked="student_topk_logprobs teacher_topk_logprobs H_all", files=NEMO),
+    "ms-swift": Hook("jsd_loss", ("swift/rlhf_trainers/gkd_loss.py::jsd_loss(",),
+        "swift/rlhf_trainers/gkd_loss.py::jsd_loss"),
+    "slime": Hook("klamp_loss", (f"{SLIME}/loss.py::func(",), files=(f"{SLIME}/model.py",),
+        keys="unconcat_tokens total_lengths response_lengths teacher_log_probs"),
+    "miles": Hook("klamp_loss", (f"{MILES}/loss.py::func(",), files=("miles/backends/megatron_utils/model.py",),
+        keys="total_lengths response_lengths max_seq_lens"),
+    "AReaL": Hook("grpo_loss_fn",
         ("areal/engine/fsdp_engine.py::loss_fn(logprobs,", "areal/engine/megatron_engine.py::loss_fn(logprobs,"),
-        "areal/trainer/ppo/actor.py::grpo_loss_fn",
-        files=("areal/trainer/ppo/actor.py",),
-    ),
-    "Trinity-RFT": Hook(
-        "KlampLoss.__call__",
-        ("trinity/trainer/verl/losses.py::self.policy_loss_fn(logprob=",),
+        "areal/trainer/ppo/actor.py::grpo_loss_fn", files=("areal/trainer/ppo/actor.py",)),
+    "Trinity-RFT": Hook("KlampLoss.__call__", ("trinity/trainer/verl/losses.py::self.policy_loss_fn(logprob=",),
         keys="old_logprob action_mask teacher_logprobs",
-        files=("trinity/algorithm/key_mapper.py", "trinity/algorithm/advantage_fn/on_policy_distill_advantage.py"),
-    ),
-    "ROLL": Hook(
-        "KlampStudent.divergence",
-        ("roll/distributed/strategy/strategy.py::loss_callable(",),
-        "roll/pipeline/distill/distill_worker.py::StudentWorker.loss_func",
-    ),
-    "rLLM": Hook(
-        "klamp_loss",
+        files=("trinity/algorithm/key_mapper.py", "trinity/algorithm/advantage_fn/on_policy_distill_advantage.py")),
+    "ROLL": Hook("KlampStudent.divergence", ("roll/distributed/strategy/strategy.py::loss_callable(",),
+        "roll/pipeline/distill/distill_worker.py::StudentWorker.loss_func"),
+    "rLLM": Hook("klamp_loss",
         ("rllm/trainer/verl/verl_backend.py::get_loss(name)(", "rllm/trainer/tinker/custom_loss.py::resolved.fn("),
-        files=("rllm/trainer/algorithms/loss.py",),
-        fields=("ctx rllm/trainer/algorithms/loss.py::LossContext",),
-    ),
+        files=("rllm/trainer/algorithms/loss.py",), fields=("ctx rllm/trainer/algorithms/loss.py::LossContext",)),
     "torchtitan": Hook("KlampLoss.__call__", ("torchtitan/experiments/rl/actors/trainer.py::self.loss_fn(",)),
-}
+}  # fmt: skip
 
 
 class Code(NamedTuple):

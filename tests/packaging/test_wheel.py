@@ -13,10 +13,7 @@ from tests.packaging.conftest import ROOT, Environment
 import klamp
 
 SMALL = ("verify", "explain", "audit", "check", "doctor", "report")
-NEED_TRAIN = (
-    ("train",),
-    ("ablate", "--kl_estimator", "k1", "k3"),
-)
+NEED_TRAIN = (("train",), ("ablate", "--kl_estimator", "k1", "k3"))
 BELONG_TO_EXTRAS = "accelerate datasets math_verify matplotlib peft ray tensorboard tokenizers transformers"
 
 

@@ -16,6 +16,9 @@ INPUTS = ROOT / "tests" / "cases"
 CASES = [
     # MedicalGPT #374: one KL of -233 in 12 steps, too few for the rule of many steps
     ("big-negative-once/*.jsonl", "", {"negative-k1": 2}, 1, {"kl/k1": (6, -233.0)}, "-1 nats per token"),
+    # a reward that falls with the difficulty of the prompts, and one that collapses later
+    ("curriculum/sound.jsonl", "", {}, 0, {}, "no alarm"),
+    ("curriculum/then-collapse.jsonl", "", {"reward-collapse": 168}, 1, {}, "(step 168"),
     # EasyR1 nests its metrics; the KL is 9 at step 20
     ("easyr1-nested/*.jsonl", "", {"kl-spike": 20, "kl-far": 21}, 1, {"kl/k3": (20, 9.0), "reward": (1, 0.5)}, ""),
     # one sound log, as Windows, PowerShell, an editor and a full disk leave it

@@ -1,35 +1,24 @@
-"""Logs of other trainers: what `klamp doctor` finds, and what it says it cannot tell; tests/cases_4 has more."""
+"""Logs of other trainers: kinds of fault, each beside a sound record; what `klamp doctor` says it cannot tell."""
 
 import json
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.diagnostics.histories import history_of, look
 from tests.records.test_records import lines
 
 from klamp.cli import main
+from klamp.doctor.readers import read_record
 from klamp.doctor.readers.klamp_run import describe_changes
-
-FOREIGN = Path(__file__).parent / "foreign"
-FILES = [
-    ("curriculum.jsonl", "", [], 0, "no alarm"),
-    ("curriculum-then-collapse.jsonl", "", ["reward-collapse"], 1, "(step 16"),
-]
-"""File, options, the alarms in their order, the exit code, some of the text."""
 
 
 def examined(capsys: pytest.CaptureFixture[str], path: Path, *options: str) -> tuple[list[str], int, str]:
     code = main(["doctor", str(path), *options])
     out = "".join(capsys.readouterr())
     return [line.split(": ")[1] for line in out.splitlines() if line.startswith("alarm: ")], code, " ".join(out.split())
-
-
-@pytest.mark.parametrize(("file", "options", "alarms", "code", "text"), FILES)
-def test_a_log_of_another_trainer(
-    file: str, options: str, alarms: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found, exit_code, out = examined(capsys, FOREIGN / file, *options.split())
-    assert (found, exit_code) == (alarms, code)
-    assert text in out
 
 
 COLUMNS = [
@@ -116,3 +105,149 @@ def test_changes_over_a_long_history_are_described_in_one_pass() -> None:
     changes = describe_changes({"beta": 0.0, "lora_r": 4, "history": entries})
     assert changes[1] == "beta 1.0 -> 2.0" and changes[2000] == "beta 2000.0 -> 0.0" and len(changes) == 2000
     assert Counting.reads <= 2 * len(entries)
+
+
+def wave(step: int, size: float = 1.0) -> float:
+    """A value that scatters from step to step."""
+    return size * math.sin(7.3 * step) * math.cos(2.1 * step)
+
+
+def jsonl(steps: int, row: Callable[[int], Mapping[str, Any]]) -> str:
+    return "".join(json.dumps({"step": step, **row(step)}) + "\n" for step in range(1, steps + 1))
+
+
+def taught(level: float, slope: float = 0.0, **more: float) -> Callable[[int], Mapping[str, Any]]:
+    return lambda step: {"teacher_kl": level + slope * step + wave(step, 0.01), "loss": 0.1 + wave(step, 0.01), **more}
+
+
+def entropy(reward: Callable[[int], float], *, left: float = 0.1) -> Callable[[int], Mapping[str, Any]]:
+    return lambda step: {
+        "actor/entropy": left + (0.8 - left) * math.exp(-step / 15) + wave(step, 0.01),
+        "critic/score/mean": reward(step),
+        "actor/use_kl_loss": 0.0,
+    }
+
+
+def driver(factor: float) -> str:
+    config = (
+        "[2026-11-12 10:01:11] [config.py] config: {'use_kl_loss': true, 'kl_penalty': 'kl', 'learning_rate': 2e-6}\n"
+    )
+    rows = []
+    for step in range(30):
+        kl, policy = 0.02 * step, wave(step, 0.001)
+        row = {"step": step, "actor/kl_loss": kl, "actor/kl_loss_coef": 0.05, "actor/pg_loss": policy}
+        row |= {"actor/total_loss": policy + factor * 0.05 * kl, "critic/score/mean": 0.3 + 0.01 * step}
+        rows.append(f"[2026-11-12 10:{step:02}:07] [INFO] {json.dumps(row)}\n")
+    return config + "".join(rows)
+
+
+def nemo(error: float) -> str:
+    head = "===== Step {0}/40 =====\nLogged data to logs/train_data_step{0}.jsonl, torch: 2.6.0\n"
+    form = head + "  • Loss: 0.01\n  • Generation KL Error: {1:.4f}\n  • Avg Reward: 0.5\n  • Total step time: 91.6s\n"
+    return "".join(form.format(step, 0.0003 + error * step + abs(wave(step, 1e-4))) for step in range(1, 41))
+
+
+def prime(error: float) -> str:
+    form = (
+        "09:12:57 SUCCESS Step {0} | Time: 53.78s | Reward: 0.5000 | Seq. Length: 462.4 tokens | Truncated: 2.0%\n"
+        "09:12:58 SUCCESS Step {0} | Time: 24.03s | Loss: 0.00 | Mismatch KL: {1:.4f} | Grad. Norm: 0.04 | LR: 3e-06\n"
+    )
+    return "".join(form.format(step, 0.0005 + error * step + abs(wave(step, 1e-4))) for step in range(1, 41))
+
+
+def tune(kl: Callable[[int], float], reward: Callable[[int], float]) -> str:
+    form = (
+        "Step {0} | loss:-0.0009 policy_loss:-0.001 kl_loss:{1:.6f} rewards:{2:.4f} response_lengths:313.4 lr:1e-06\n"
+    )
+    return "".join(form.format(step, kl(step), reward(step)) for step in range(1, 121))
+
+
+def curriculum(step: int) -> float:
+    return (0.9 if step < 60 else 0.55) + wave(step, 0.12)
+
+
+def dump(policy: str, sampler: str, ref: str, gap: float) -> str:
+    rows: list[dict[str, Any]] = []
+    for step in range(12):
+        for group in range(8):
+            tokens = [-0.5 - abs(wave(step * 100 + group * 10 + i)) for i in range(40)]
+            own = [x + 0.01 * step * wave(i) for i, x in enumerate(tokens)]
+            scores = {policy: own, ref: tokens, sampler: [x + gap * step * wave(3 * i) for i, x in enumerate(own)]}
+            rows.append({"iteration": step, "group_id": str(group // 2), "reward": group % 2, "steps": 3} | scores)
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def verl(*config: str) -> str:
+    form = "step:{0} - actor/pg_loss:0.01 - critic/score/mean:0.5 - actor/grad_norm:0.1"
+    return "\n".join((*config, *map(form.format, range(1, 30)))) + "\n"
+
+
+TRL_NAMES, NEMO_NAMES = ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps"), (
+    "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"
+)  # fmt: skip
+OURS = ("train_logprobs", "sampling_logprobs", "base_action_log_probs")
+COLLAPSE, REACHED = "entropy-collapse", "teacher-not-reached"
+KINDS = [
+    ("a.jsonl", jsonl(30, taught(-0.4)), ["negative-k1"], 1, "teacher/kl is -0.4"),
+    ("a.jsonl", jsonl(30, taught(0.4)), [], 0, "no alarm"),
+    ("a.jsonl", jsonl(30, lambda i: {"loss": 0.1, "teacher/k1": wave(i, 0.001) - 0.02}), ["negative-k1"], 1, "last"),
+    ("a.jsonl", jsonl(30, taught(0.3, teacher_logprobs=0.0)), ["teacher-silent"], 1, "in each of 5"),
+    ("a.jsonl", jsonl(30, taught(0.3, teacher_logprobs=-1.2)), ["teacher-silent"], 1, "in each of 20 steps"),
+    ("a.jsonl", jsonl(30, lambda i: {**taught(0.3)(i), "teacher_logprobs": -1.2 + wave(i)}), [], 0, "no alarm"),
+    ("a.jsonl", jsonl(100, entropy(lambda i: 0.6 + wave(i, 0.05))), [COLLAPSE], 1, "the entropy went from"),
+    ("a.jsonl", jsonl(100, entropy(lambda i: 0.3 + 0.005 * i + wave(i, 0.05))), [], 3, "no alarm"),
+    ("a.jsonl", jsonl(100, entropy(lambda i: 1.96 + wave(i, 0.2 / i))), [], 3, "no alarm"),
+    ("a.jsonl", jsonl(100, entropy(lambda i: 0.6 + wave(i, 0.05), left=0.25)), [], 3, "no alarm"),
+    ("a.log", driver(0.0), ["kl-not-in-loss"], 1, "beta times the KL is 0.0"),
+    ("a.log", driver(1.0), [], 0, "no alarm"),
+    ("a.log", nemo(0.001), ["sampler-mismatch"], 1, "it came with the updates"),
+    ("a.log", nemo(0.0), [], 3, "no alarm"),
+    ("a.log", prime(0.001), ["sampler-mismatch"], 1, "it came with the updates"),
+    ("a.log", prime(0.0), [], 0, "prime-rl trains without a reference model"),
+    ("a.txt", tune(lambda i: 0.0003 * i, lambda i: 0.8 - 0.006 * i), ["reward-collapse"], 1, "fell"),
+    ("a.txt", tune(lambda i: 0.0003 * i, curriculum), [], 0, "no alarm"),
+    ("a.jsonl", jsonl(120, lambda i: {"kl": 0.0003 * i, "reward": curriculum(i)}), [], 0, "no alarm"),
+    ("a.txt", "".join(f"\x1b[1mIter {i}\x1b[0m kl={i / 1e3}, reward={i / 100}\n" for i in range(9)), [], 0, "9 log"),
+    ("a.jsonl", dump(*OURS, 0.06), ["sampler-mismatch"], 1, "it came with the updates"),
+    ("a.jsonl", dump(*OURS, 0.0), [], 0, "12 logged steps up to step 11"),
+    ("a.jsonl", dump(*NEMO_NAMES, 0.0), [], 0, "12 logged steps up to step 11"),
+    ("a.jsonl", dump(*TRL_NAMES, 0.0), [], 0, "12 logged steps up to step 11"),
+    ("a.jsonl", jsonl(60, lambda i: {"distill/reverse_kl": 0.3 + 0.01 * i}), [REACHED], 1, "the sign of the KL"),
+    ("a.jsonl", jsonl(60, lambda i: {"opd/reverse_kl": 0.3 + wave(i, 0.01)}), [REACHED], 1, "was 0.3"),
+    ("a.jsonl", jsonl(60, lambda i: {"distill/reverse_kl": 0.9 - 0.01 * i}), [], 0, "no alarm"),
+    ("a.log", verl("{'use_kl_loss': False, 'kl_loss_coef': 0.001,"), [], 0, "the configuration turns the KL off"),
+    ("a.log", verl("algorithm.use_kl_in_reward=False actor.use_kl_loss=False"), [], 0, "turns the KL off"),
+    ("a.log", verl('{"use_kl_loss": false}'), [], 0, "turns the KL off"),
+    ("a.log", verl("kl_coef: 0.0"), [], 0, "turns the KL off"),
+    ("a.log", verl("use_kl_loss: True", "use_kl_in_reward: False"), [], 3, "needs beta (--beta says it)"),
+    ("a.log", verl("kl_coef: 0.001"), [], 3, "cannot tell"),
+]  # fmt: skip
+"""File, content, the alarms in their order, the exit code, some of the text."""
+
+
+@pytest.mark.parametrize(("file", "content", "alarms", "code", "text"), KINDS)
+def test_a_kind_of_fault_and_a_sound_record_beside_it(
+    file: str, content: str, alarms: list[str], code: int, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / file).write_text(content, encoding="utf-8")
+    rising, exit_code, out = examined(capsys, tmp_path / file)
+    assert (rising, exit_code) == (alarms, code)
+    assert text in out
+
+
+def test_empty_cells_and_a_printed_configuration_are_no_odd_values(tmp_path: Path) -> None:
+    file = tmp_path / "history.csv"
+    file.write_text("_step,kl,reward,val/acc\n1,0.001,0.5,\n1,,,0.46\n2,0.002,0.6,\n", encoding="utf-8")
+    history = read_record(file)
+    assert history.cautions == [] and [row.metrics["kl/k3"] for row in history.rows] == [0.001, 0.002]
+    (tmp_path / "a.log").write_text(driver(1.0), encoding="utf-8")
+    history = read_record(tmp_path / "a.log")
+    assert history.cautions == [] and "train/learning_rate" not in history.names
+
+
+def test_the_kl_to_one_of_several_teachers_is_not_negative_and_a_cut_one_may_be() -> None:
+    below = {"teacher__kl": [0.3] * 20, "teacher__kl.math": [-0.02] * 20}
+    evidence = look("negative-k1", history_of(**below))
+    assert evidence is not None and "teacher/kl.math" in evidence.text
+    for cut in ("teacher__teacher_mass", "teacher__log_ratio_clamped"):
+        assert look("negative-k1", history_of(**below, **{cut: [0.9] * 20})) is None

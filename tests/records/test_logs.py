@@ -1,18 +1,25 @@
 """What trainers and trackers log of each step: lines of JSON, TRL's state, event files, offline runs of W&B."""
 
+import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from datasets import Dataset
+from tests.hosts.trl.hosts import stock_trainer
 from tests.records.test_records import lines
 from tests.training.conftest import stored, tiny_gpt2
 from torch.utils.tensorboard import SummaryWriter
 
 from klamp.doctor.examine import Diagnosis, examine
+from klamp.doctor.metrics import LOGS
 from klamp.doctor.readers import read_record
 from klamp.doctor.readers.logs import BLOCK, FILE_HEADER, FRAME, MAGIC, frames, read_metrics, read_wandb
 from klamp.errors import DataError, UnknownNameError
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 
 def test_a_line_is_a_step_under_klamps_names_and_without_a_step_it_is_counted(tmp_path: Path) -> None:
@@ -57,6 +64,11 @@ OTHERS = [
     ({"step": 1, "actor/pg_loss": 0.1}, "actor/kl_loss", "kl/k3"),
     ({"step": 1, "optim/lr": 0.1}, "kl_policy_base", "kl/k1"),
     ({"step": 1, "eps": 1}, "objective/kl", "kl/k1_sequence"),
+    (OPENRLHF, "act_grad_norm", "train/grad_norm"),  # of its progress bar
+    (OPENRLHF, "gen_len", "length/mean"),
+    ({"train/global_step": 4, "train/kl": 0.1}, "act_lr", "train/learning_rate"),
+    ({"train/global_step": 4, "train/kl": 0.1}, "train/rollout/truncated_rate", "length/truncated"),
+    ({"train/global_step": 4, "train/kl": 0.1}, "train/rollout/reward_mean", "reward"),
     ({"step": 1, "rewards/chosen": 0.1}, "kl", None),  # KTO's: of unmatched pairs
     ({"step": 1, "loss": 0.1}, "actor/ppo_kl", None),
     ({"step": 1, "loss": 0.1}, "my/KL_div", None),
@@ -66,8 +78,8 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("row", "column", "ours"), OTHERS)
-def test_a_kl_is_read_as_its_trainer_means_or_named(tmp_path: Path, row: dict, column: str, ours: str | None) -> None:
-    history = read_metrics(lines(tmp_path, {**row, "reward": 0.5, column: 0.25}))
+def test_a_column_is_read_as_its_trainer_means(tmp_path: Path, row: dict, column: str, ours: str | None) -> None:
+    history = read_metrics(lines(tmp_path, {**row, "reward" if ours != "reward" else "loss": 0.5, column: 0.25}))
     assert (column in history.unread) is (ours is None)
     assert ours is None or history.rows[0].metrics[ours] == 0.25
     assert ours is not None or not history.measures_kl
@@ -79,15 +91,6 @@ def test_a_teacher_that_is_the_student_is_found_in_a_log_of_distillation(tmp_pat
     assert [each.alarm.name for each in diagnosis.findings] == ["teacher-inert"] and not diagnosis.blind
     rows = [{**row, "teacher_kl": 0.3 / (1 + row["step"])} for row in rows]
     assert not examine(read_metrics(lines(tmp_path, *rows))).findings
-
-
-@pytest.mark.parametrize(("theirs", "ours"), [
-    ("act_grad_norm", "train/grad_norm"), ("act_lr", "train/learning_rate"), ("gen_len", "length/mean"),
-    ("train/rollout/truncated_rate", "length/truncated"), ("train/rollout/reward_mean", "reward"),
-])  # fmt: skip
-def test_openrlhfs_names_of_its_progress_bar_and_of_its_rollouts(tmp_path: Path, theirs: str, ours: str) -> None:
-    (row,) = read_metrics(lines(tmp_path, {"train/global_step": 4, "train/kl": 0.1, theirs: 0.5})).rows
-    assert row.metrics[ours] == 0.5
 
 
 def test_a_gradient_that_is_nan_in_every_row_is_an_alarm(tmp_path: Path) -> None:
@@ -186,37 +189,14 @@ def accuracy_reward(completions: list[str], **_: object) -> list[float]:
 @pytest.fixture(scope="module")
 def trl_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output folder of six steps of TRL's own GRPOTrainer, with TensorBoard."""
-    import torch
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
-
     folder = tmp_path_factory.mktemp("trl")
     model = stored(tiny_gpt2(), folder / "model")  # GPT-2 comes with dropout, and TRL leaves it on
+    options = {"beta": 0.04, "loss_type": "dr_grpo", "max_steps": 6, "report_to": ["tensorboard"]}
+    options |= {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 6}
+    given = {"reward_funcs": accuracy_reward, "processing_class": arithmetic_tokenizer()}
+    given["train_dataset"] = Dataset.from_dict({"prompt": ["1+1=", "2+3=", "4-1=", "7+2="] * 4})
     torch.manual_seed(0)
-    config = GRPOConfig(
-        output_dir=str(folder / "out"),
-        beta=0.04,
-        loss_type="dr_grpo",
-        max_steps=6,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=6,
-        learning_rate=1e-4,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=["tensorboard"],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=accuracy_reward,
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["1+1=", "2+3=", "4-1=", "7+2="] * 4}),
-        processing_class=arithmetic_tokenizer(),
-    )
+    trainer = stock_trainer(model, folder / "out", trainer=given, learning_rate=1e-4, **options)
     trainer.train()
     (folder / "out" / "checkpoint-6").mkdir(parents=True)
     trainer.state.save_to_json(str(folder / "out" / "checkpoint-6" / "trainer_state.json"))
@@ -351,3 +331,15 @@ def test_several_tracked_runs_in_one_folder_are_not_mixed(wandb_folder: Path, tm
         os.link(file, tmp_path / name / "run.wandb")
     with pytest.raises(DataError, match="several W&B runs"):
         read_record(tmp_path)
+
+
+STEPS = range(1, 4)
+
+
+@pytest.mark.parametrize(("log", "name"), [(log, name) for log in LOGS.values() for name in log.other_kl])
+def test_a_kl_that_is_not_read_is_said_to_be_what_its_trainer_says(tmp_path: Path, log: Any, name: str) -> None:
+    marks = dict.fromkeys(log.marks[:1], 0.1)
+    file = tmp_path / "log.jsonl"
+    file.write_text("".join(json.dumps({"step": i, name: 0.1, "loss": 0.1, **marks}) + "\n" for i in STEPS))
+    assert read_metrics(file).unread == {name: log.other_kl[name]}
+    assert name not in read_metrics(file, {"kl/k3": name}).unread, "--map says what it is"

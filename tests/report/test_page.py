@@ -1,18 +1,20 @@
-"""The whole page."""
+"""The whole page, the answers before and after on it, and the configurations."""
 
 import base64
 import hashlib
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 from tests.report.pages import Node, completion, parse, run_of
 
-from klamp.doctor.history import RunSettings
+from klamp.doctor.history import Answer, Row, RunSettings
 from klamp.errors import DataError
 from klamp.report import page as module
-from klamp.report.page import LIMIT, render
-from klamp.report.run import ReportRun
+from klamp.report.headlines import headlines
+from klamp.report.page import LIMIT, LONGEST, answer_section, render, settings_section
+from klamp.report.run import ReportRun, ScoreFormat
 
 HOSTILE = "</script></style><img src=x onerror=alert(1)><!--\u202e\ud800\x00"
 
@@ -152,3 +154,122 @@ def test_long_runs_give_way_to_the_limit() -> None:
     assert len(render(runs).encode()) > 100_000 >= len(render(runs, limit=100_000).encode())
     with pytest.raises(DataError, match="too large"):
         render(runs, limit=50_000)
+
+
+TAG = "<script>alert(1)</script>"
+
+
+def answer(
+    step: int, completion: str, *, question: str = "1+1=", skill: str = "addition", score: float = 0.0
+) -> Answer:
+    return Answer(step=step, skill=skill, question=question, completion=completion, score=score)
+
+
+def run_with(name: str, *answers: Answer) -> ReportRun:
+    run = run_of(name=name, k3=[0.0, 0.1])
+    run.history.answers.extend(answers)
+    return run
+
+
+def section(*runs: ReportRun) -> Node:
+    return parse(answer_section(runs))
+
+
+def test_a_question_stands_beside_what_was_answered_first_and_last() -> None:
+    made = section(
+        run_with(
+            "a",
+            answer(0, "3"),
+            answer(0, "dcba", question="rev abcd=", skill="reversal", score=1.0),
+            answer(5, "4"),
+            answer(9, "2", score=1.0),
+            answer(9, "dcb", question="rev abcd=", skill="reversal"),
+        )
+    )
+    assert made.one("table").rows() == [
+        ["question", "after step 0", "after step 9"],
+        ["1+1=addition", "3score 0.0", "2score 100.0"],
+        ["rev abcd=reversal", "dcbascore 100.0", "dcbscore 0.0"],
+    ]
+
+
+def test_a_run_that_was_evaluated_once_has_answered_nothing_after_that() -> None:
+    made = section(run_with("a", answer(0, "3")))
+    assert made.one("table").rows() == [["question", "after step 0", "after"], ["1+1=addition", "3score 0.0", "–"]]
+    late = section(run_with("a", answer(20, "3"), answer(40, "2")))
+    assert late.one("table").rows()[0] == ["question", "after step 20", "after step 40"]
+
+
+def test_several_runs_stand_side_by_side_after_what_the_first_answered_before() -> None:
+    made = section(
+        run_with("none"),
+        run_with("a", answer(0, "3"), answer(9, "2")),
+        run_with("b", answer(0, "3"), answer(7, "5"), answer(7, "x", question="another")),
+    )
+    assert made.one("table").rows() == [
+        ["question", "after step 0, a", "none", "a", "b"],
+        ["1+1=addition", "3score 0.0", "–", "2score 0.0", "5score 0.0"],
+    ]
+
+
+def test_what_the_teacher_answers_is_a_column_more_and_text() -> None:
+    taught = [answer(0, "3"), answer(9, "4"), replace(answer(9, TAG, score=1.0), who="teacher")]
+    made = section(run_with("a", *taught))
+    assert made.one("table").rows() == [
+        ["question", "after step 0", "after step 9", "teacher"],
+        ["1+1=addition", "3score 0.0", "4score 0.0", f"{TAG}score 100.0"],
+    ]
+    assert not made.all("script") and "The teacher's are its own" in made.text
+    runs = [run_with(n, *taught) for n in "ab"] + [run_with("c", replace(taught[2], completion="2"))]
+    columns = ["question", "after step 0, a", "a", "b", "c", "teacher of a", "teacher of c"]
+    assert section(*runs).one("table").rows()[0] == columns, "a and b have one"
+
+
+def test_a_teacher_at_a_url_has_no_column_and_that_is_said() -> None:
+    run = run_with("a", answer(0, "3"), answer(9, "4"))
+    without = section(run)
+    run.history.config = {"teacher_url": "http://host:8000"}
+    made = section(run)
+    columns = ["question", "after step 0", "after step 9"]
+    assert made.one("table").rows()[0] == columns == without.one("table").rows()[0]
+    assert "A teacher at a URL only scores" in made.text and "teacher" not in without.text
+
+
+def test_scores_are_written_as_in_the_overview() -> None:
+    run = run_with("a", answer(0, "3", score=0.996), answer(9, "2", score=1.0))
+    run.history.evaluations += [Row(step=0, metrics={"addition": 0.996}), Row(step=9, metrics={"addition": 1.0})]
+    tile, *_ = headlines(run, ["addition"], ScoreFormat.of([run]))
+    made = section(run)
+    assert made.one("table").rows()[1] == ["1+1=addition", "3score 99.6", f"2score {tile.value}"]
+    assert f"with their scores ({tile.unit})." in made.text
+    run.history.evaluations += [Row(step=10, metrics={"addition": 2.5})]
+    made = section(run)
+    assert made.one("table").rows()[1] == ["1+1=addition", "3score 0.996", "2score 1"], "they do not lie in 0 to 1"
+    assert "with their scores." in made.text
+
+
+def test_what_a_model_wrote_is_text_and_not_too_long_and_without_answers_it_says_so() -> None:
+    made = section(run_with("a", answer(0, TAG + "y" * 1000, question=TAG), answer(1, " ", question=TAG)))
+    assert not made.all("script") and TAG in made.text
+    assert f"{TAG}{'y' * (LONGEST - len(TAG))}…" in made.text
+    assert "(nothing)" in made.text
+    assert section(run_with("a")).text == "No answers of an evaluation were written."
+    assert "ReportCallback(answers=4)" in section(run_of(source="TRL trainer state")).text
+
+
+def run(name: str = "a", **config):
+    details = {"config": {"beta": 0.01, "seed": 0} | config, "versions": {"klamp": "0.1.0", "torch": name}}
+    return run_of(name=name, details=details)
+
+
+def test_runs_have_a_column_each_of_their_fields_and_versions() -> None:
+    one = run("a", beta=0.04, output_dir="<runs/x>", kl_exclude_tokens=())
+    one.history.changes = {3: "beta 0.04 -> 0.01"}
+    made = parse(settings_section([one, run("b"), run_of(name="c")]))
+    fields, versions = made.all("table")
+    assert fields.rows()[:3] == [["field", "a", "b", "c"], ["beta", "0.04", "0.01", "–"], ["seed", "0", "0", "–"]]
+    assert fields.rows()[3:] == [["output_dir", "<runs/x>", "–", "–"], ["kl_exclude_tokens", "(empty)", "–", "–"]]
+    assert versions.rows()[1:] == [["klamp", "0.1.0", "0.1.0", "–"], ["torch", "a", "b", "–"]]
+    assert "a, after step 3: beta 0.04 -> 0.01" in made.text
+    assert parse(settings_section([one])).all("table")[0].rows()[0] == ["field", "value"]
+    assert len(parse(settings_section([run_of()])).all(of="missing")) == 2, "neither is in the record"

@@ -1,8 +1,9 @@
-"""The tutorial from scratch, typed in line by line: its blocks run in one namespace and print what the page shows."""
+"""Pages typed in line by line: the tutorial prints what it shows, and docs/upstream.md shows what its reports say."""
 
 import contextlib
 import io
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from tests.docs.pages import DOCS
 
+from klamp.audit.verdict import Verdict, findings_table
 from klamp.doctor.examine import examine
 from klamp.doctor.readers import read_record
 
@@ -76,3 +78,26 @@ def test_the_run_of_the_page_learns(session: Session) -> None:
 def test_its_record_can_be_examined(session: Session) -> None:
     unchecked = examine(read_record(session.folder / "runs" / "from-scratch")).unchecked
     assert {"kl-spike", "huge-values", "kl-high"}.isdisjoint(unchecked)
+
+
+UPSTREAM = (Path(__file__).resolve().parents[2] / "docs" / "upstream.md").read_text(encoding="utf-8")
+BEGINNING, *REPORTS = UPSTREAM.split("\n## ")
+
+
+def snippet(text: str) -> str:
+    return "".join(re.findall(r"```python\n(.*?)```", text, re.S))
+
+
+@pytest.mark.parametrize("report", REPORTS, ids=[x.partition("\n")[0] for x in REPORTS])
+def test_a_reproduction_shows_the_fault(report: str) -> None:
+    code, verdicts = snippet(report), list[Verdict]()
+    for name in re.findall(r"^from (\w+)", code, re.M):
+        pytest.importorskip(name)
+    names: dict[str, Any] = {"print": verdicts.append}
+    with warnings.catch_warnings(action="ignore"):
+        exec(compile(snippet(BEGINNING) + code, "upstream.md", "exec"), names)
+    told = re.search(r"`klamp.check` reports (.*?)[.,\n]", report)
+    assert told and len(verdicts) == 1
+    codes = [x for x in re.findall(r"`([a-z-]+)`", told[1]) if x in findings_table()]
+    assert codes and {*codes} & {*verdicts[0].codes()}, str(verdicts[0])
+    assert "Fix: " in report and re.search(r"^- Places?: `", report, re.M)
