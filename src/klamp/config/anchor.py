@@ -137,7 +137,7 @@ NO_SERVER = replace(FROM_A_FOLDER, values=None)
 ONE_PROMPT = HostLimit(("verl",), "its agent loop sends the teacher the policy's own prompt and answer")
 NO_VOCABULARY = HostLimit(
     ("verl",),
-    "the teacher's engine returns some log-probabilities of each token, not those of the whole vocabulary",
+    "the teacher's engine returns some log-probabilities of each token, not of the whole vocabulary",
     "use teacher_estimator='k3', 'k1', or 'topk' with teacher_top_k=0 for another direction",
     values=("exact",),
 )
