@@ -55,7 +55,7 @@ help:
 	@echo "make licences   what is installed in the environment, and under which licence; fails on one that is unknown or not allowed"
 	@echo "make advisories   known weaknesses of the pinned versions, by pip-audit; says so where it reaches no database"
 	@echo "make lock    the hashes of the pinned files, written to requirements-dev.lock"
-	@echo "make lint    ruff, spelling, pyright and the import contracts"
+	@echo "make lint    ruff, spelling, plain English, pyright and the import contracts"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make docs    build the documentation into site/; fails on a dead link and on an undocumented public name"
 	@echo "make clean   remove caches and built files (make distclean: the environments and .cache too)"
@@ -96,6 +96,7 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/codespell
+	$(BIN)/python -m scripts.plain_english
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 

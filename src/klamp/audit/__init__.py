@@ -37,8 +37,7 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
     if ":" in name:
         return import_module("klamp.audit.examine").function_subject(name, means=means)
     if name not in HOSTS:
-        why = f"klamp knows {', '.join(HOSTS)}; anything else goes by module:function"
-        raise unknown_name("host", name, HOSTS, why=why)
+        raise unknown_name("host", name, HOSTS, why=f"{', '.join(HOSTS)}; anything else goes by module:function")
     tried, requirement = HOSTS[name], Requirement(HOSTS[name])
     try:
         installed = version(requirement.name)

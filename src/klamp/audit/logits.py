@@ -161,7 +161,7 @@ def _head(forms: Sequence[Divergence], p: Positions) -> list[CheckFinding]:
     """What a head leaves out: nothing, if the sampled token adds the tail with the head's constant."""
     best, ids = forms[0], np.asarray(p.ids)
     for x in (x for x in forms if x.rest is not None and x.kind == best.kind and x.head in ("no tail", "generalised")):
-        ell = np.subtract(*_log_probs(x, p))
+        ell = log_softmax(p.student / x.temperatures[0]) - log_softmax(p.teacher / x.temperatures[1])
         ell, ours, tail = ell[np.arange(len(ids)), ids], CONSTANTS.get((x.kind, x.head), 1), x.rest / x.scale
         added = (tail - (ell if x.kind == "reverse" else -np.exp(-ell)))[np.abs(tail) > 1e-3]
         if added.size and np.ptp(added) < 0.02:
@@ -176,19 +176,12 @@ def _is_centered(x: Divergence, p: Positions) -> bool:
     """Whether head and sampled tail both have the constant -log(P/Q), P and Q the masses outside the head."""
     if x.rest is None or (x.kind, x.head) != ("reverse", "bucket"):
         return False
-    logs, rows, shown = _log_probs(x, p), np.arange(len(x.rest)), np.abs(x.rest / x.scale) > 1e-3
-    at_ids = np.subtract(*logs)[rows, np.asarray(p.ids)] - x.rest / x.scale
-    for log_p, k in product(logs, (x.size - 1, x.size)):
-        outside = np.argsort(np.argsort(-log_p)) >= k
-        s, t = (np.log((np.exp(log) * outside).sum(1)) for log in logs)
-        if shown.any() and np.abs(at_ids - (s - t))[shown].max() < 0.02:
-            return True
-    return False
-
-
-def _log_probs(x: Divergence, p: Positions) -> tuple[Array, Array]:
-    """The log-probabilities of student and teacher at the temperatures of a divergence, [N, V]."""
-    return log_softmax(p.student / x.temperatures[0]), log_softmax(p.teacher / x.temperatures[1])
+    logs = log_softmax(p.student / x.temperatures[0]), log_softmax(p.teacher / x.temperatures[1])
+    rest = x.rest / x.scale
+    ell, shown = np.subtract(*logs)[np.arange(len(rest)), np.asarray(p.ids)], np.abs(rest) > 1e-3
+    outside = (np.argsort(np.argsort(-y)) >= k for y, k in product(logs, (x.size - 1, x.size)))
+    masses = (np.subtract(*(np.log((np.exp(y) * out).sum(1)) for y in logs)) for out in outside)
+    return bool(shown.any()) and any(np.abs(ell - rest - mass)[shown].max() < 0.02 for mass in masses)
 
 
 def _double_softmax(p: Positions) -> str:

@@ -46,8 +46,8 @@ def beyond_cautions(kl: KLConfig, teacher: TeacherConfig | None) -> Iterator[str
     lam = 1.0 if kl.beta >= 0 or teacher is None else teacher.teacher_coef / (kl.beta + teacher.teacher_coef)
     if lam >= 2:
         yield (
-            f"beta={kl.beta:g} beside the teacher makes lambda = {lam:.3g}: rare tokens of the teacher win if the "
-            "reference has even less of them (.001 against 1e-6). Use a smaller -beta, or kl_max_teacher_log_ratio."
+            f"beta={kl.beta:g} beside the teacher makes lambda = {lam:.3g}: rare tokens of the teacher win if they "
+            "are rarer still in the reference (.001 against 1e-6). Use a smaller -beta, or kl_max_teacher_log_ratio."
         )
     if lam > 1 and kl.kl_horizon == "sequence":
         yield (

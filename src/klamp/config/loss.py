@@ -56,7 +56,7 @@ A_REJECTION = Need("rollout_rs", lambda c: c.rollout_rs is not None)
 A_DPPO = Need("dppo_mask", lambda c: c.dppo_mask is not None)
 WHOLE_ROWS = HostLimit(
     hosts=("klamp train", "trl", "tinker"),
-    why="it needs the sampler's probabilities of the whole vocabulary, and the host has those of sampled tokens",
+    why="it needs the sampler's probabilities of the whole vocabulary, and the host has the sampled tokens' only",
     fix="use 'seq_max_k3', which drops other completions; in your own loop grpo_loss takes the exact KL",
     values=("seq_max_exact",),
 )
@@ -78,7 +78,7 @@ class LossConfig:
 
     Equation: R[surrogate_t], R by `loss_type` (see `LOSS_TYPES`, `reduce_tokens`), surrogate as in `ppo_clip`, `cispo`,
     `score_function`. The fields are named as in TRL. `bnpo` and `dapo` are both the token mean over the whole batch of
-    an optimizer step; TRL's `bnpo` divides each micro-batch by itself.
+    an optimizer step; TRL's `bnpo` divides each micro-batch by its own tokens.
 
     By default gradients are exact: a fixed length divides every completion alike, and the mean of the others is a
     baseline that shrinks nothing. The papers' own choices are presets.
@@ -157,7 +157,7 @@ def build_objective(
     """The objective of `grpo_loss` that KL terms and a policy loss describe together; coefficients in reward per nat.
 
     Equation: R[surrogate_t] + beta R_kl[penalty_t] + teacher_coef R[penalty_t to the teacher], see `grpo_loss`; R of
-    `loss`, R_kl that of `kl.kl_normalizer` or R.
+    `loss`, R_kl by `kl.kl_normalizer` or R.
 
     Args:
         kl, loss, teacher: the KL term with the starting beta; the policy loss; the second anchor, or None.
@@ -202,7 +202,7 @@ class Price:
 
     beta: float
     length_ratio: float = 1.0
-    """The divisor of the policy loss over that of the KL; 1 where both are reduced alike."""
+    """The divisor of the policy loss over the KL's; 1 where both are reduced alike."""
     baseline_ratio: float = 1.0
     """G / (G - 1) where a group's mean, own reward included, is the baseline; else 1."""
     scaled: bool = False
@@ -225,7 +225,7 @@ def price_of(
 
     Equation: beta * length_ratio * G / (G - 1) * s; G / (G - 1) for a baseline that is the group's mean, with the KL in
     the loss or the advantage; s the standard deviation of the group's rewards if advantages are divided by it (left to
-    `Price.at`). A KL in the reward is divided by whatever divides the reward: its price is beta.
+    `Price.at`). A KL in the reward is divided by the reward's divisor: its price is beta.
     """
     inside = placement == "reward"
     return Price(
@@ -298,7 +298,7 @@ def _forward_best(rewards: Tensor) -> Tensor:
 
 
 def spread_of_group(reward_std: float, saturated: float) -> float | None:
-    """The mean standard deviation of the rewards in groups that are not saturated, from that of all; None: all are."""
+    """The mean deviation of rewards in unsaturated groups, from all groups' mean; None: all are saturated."""
     return reward_std / (1 - saturated) if saturated < 1 else None
 
 

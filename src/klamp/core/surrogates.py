@@ -5,7 +5,7 @@ advantages [B] or [B, T], and return [B, T]. r = policy / old = exp(log policy -
 stop-gradient.
 
 The trust region weighs the sampler's tokens by w = old policy / sampler, of a token or of its whole completion. With w
-the surrogate's gradient is that of tokens which the old policy drew; bounding w trades that for less noise:
+the surrogate's gradient is as if the old policy had drawn the tokens; bounding w trades that for less noise:
 
     truncate    min(max(w, low), high): biased towards the sampler, and bounded
     mask        w where low <= w <= high, else 0: what is far is dropped
@@ -13,7 +13,7 @@ the surrogate's gradient is that of tokens which the old policy drew; bounding w
 The other masks compare the current policy with the sampler, and set the advantage of what they drop to 0: `threshold`
 (DeepSeek-V3.2), `rollout_rs` (TRM, geometric mean), `dppo_mask` (DPPO). Each changes which objective is followed.
 
-A mask is decided by the advantage of the reward. A KL in the advantage stays outside of it, with the weight w of its
+A mask is decided by the advantage of the reward. A KL in the advantage stays outside the mask, with the weight w of its
 own token: masked with the rest, its gradient would be off by a quarter and more, and where the policy moved most.
 """
 
@@ -125,7 +125,7 @@ class TrustRegion:
     """What bounds the weight old policy / sampler of the policy loss, and which tokens and completions are dropped.
 
     Raises:
-        ConfigError: bounds that no ratio can lie between; a rejection without a threshold.
+        ConfigError: bounds without a ratio between them; a rejection without a threshold.
 
     Source: truncated importance sampling arXiv:1802.01561 (V-trace); masks arXiv:2512.02556 (DeepSeek-V3.2), 2512.23075
     (TRM), 2602.04879 (DPPO); names of verl 0.9.1 and prime-rl
@@ -155,7 +155,7 @@ class TrustRegion:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.low is not None and self.high is not None and self.low >= self.high:
-            got, why = f"low={self.low:g}, high={self.high:g}", "no ratio lies between them"
+            got, why = f"low={self.low:g}, high={self.high:g}", "no ratio is between them"
             fix = "a lower bound below 1, an upper one above 1"
             raise ConfigError("the bounds of the ratio to the sampler cross", got=got, why=why, fix=fix)
         if self.rollout_rs is not None and (self.rollout_rs_threshold or 0) <= (self.rollout_rs == "seq_mean_k1"):

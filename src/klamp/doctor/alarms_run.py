@@ -30,7 +30,7 @@ COLLAPSE = Limit(
     f"of the reward's standard deviation within groups, and {COLLAPSE_ERRORS} standard errors",
 )
 SHIFT, SAME_POLICY = 10, 1.5
-"""Steps before and after a change of the prompts, and times that the KL, or what stands for it, may grow over it."""
+"""Steps before and after a change of the prompts, and times that the KL, or its substitute, may grow meanwhile."""
 REPEATED = Limit(0.5, "of the tokens repeat a pair of tokens of their completion, mean of 5 steps")
 MORE_REPEATED = Limit(0.2, "more than in the first 5 steps (a task may want repetition)")
 STUCK_STEPS, AT_CEILING = 20, 0.9
