@@ -111,9 +111,9 @@ def _filled(where: str, tensor: Any) -> Tensor:
     csr = tensor.sparse_csr
     kinds = {"crow_indices": np.int64, "col_indices": np.int64, "values": _NUMPY[tensor.dtype]}
     try:
-        rows, columns, values = (
-            torch.from_numpy(np.frombuffer(getattr(csr, name), dtype=kind).copy()) for name, kind in kinds.items()
-        )
+        parts = (np.frombuffer(getattr(csr, name), dtype=kind).copy() for name, kind in kinds.items())
+        # of an empty part torch 2.6 takes numpy's stride of 0, and refuses it
+        rows, columns, values = (torch.from_numpy(x).clone(memory_format=torch.contiguous_format) for x in parts)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             return torch.sparse_csr_tensor(rows, columns, values, list(tensor.shape), check_invariants=True).to_dense()
