@@ -104,6 +104,7 @@ class Reading:
         self.t = Tokens.of(self.arrays, self.facts)
         self._leave_out()
         self.explained = self.policy = explain(self.t)
+        self.unshifted = self.t  # the tokens that the policy loss is explained on
         if (part := self.t.policy_part) is not None:  # a watched loss: the policy loss is explained alone
             self.policy = explain(replace(self.t, gradient=part, policy_part=None, ref=None))
         if self.explained.stage == "unknown":
@@ -196,8 +197,8 @@ class Reading:
         if sign <= 0:
             self.say("policy-absent" if sign == 0 else "policy-reversed")
         if fit is not None and fit.policy is not None and fit.on < 1:
-            names = " or ".join(masks(t, fit.policy.factor == 0)) or "a clip or a mask"
-            self.say("policy-gated", off=1 - fit.on, by=names)
+            names = masks(self.unshifted, fit.policy.factor == 0)
+            self.say("policy-gated", off=1 - fit.on, by=" or ".join(names) or "a clip or a mask")
 
     def _divergence(self) -> None:
         t, fit, kinds = self.t, self.explained.best, self.explained.kinds

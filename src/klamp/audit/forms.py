@@ -148,7 +148,7 @@ def _sampler_weights(t: Tokens) -> Iterator[tuple[str, Array]]:
 def masks(t: Tokens, off: Array) -> list[str]:
     """The clips and masks that drop these tokens of a policy loss and no others, each at bounds of its own."""
     other = t.old if t.sampler is None else t.sampler
-    if other is None or t.advantage is None or off.size != t.advantage.size:  # a shift was tried on fewer tokens
+    if other is None or t.advantage is None:
         return []
     x, p, q, a = t.policy - other, np.exp(t.policy), np.exp(other), np.sign(t.advantage)
     binary = -q * x + (1 - q) * np.log((1 - q + 1e-30) / (1 - p + 1e-30))

@@ -395,8 +395,7 @@ def _whole(log_s: Array, log_t: Array, beta: float | None) -> Iterator[_Term]:
     s, t = np.exp(log_s), np.exp(log_t)
     yield _Term("reverse", REVERSE, _centred(s, log_s - log_t))
     yield _Term("forward", FORWARD, s - t)
-    mixtures = (beta, *BETAS) if beta is not None and 0 < beta < 1 else BETAS
-    for b in dict.fromkeys(mixtures):
+    for b in dict.fromkeys((beta, *BETAS) if beta is not None and 0 < beta < 1 else BETAS):
         log_m = np.logaddexp(np.log1p(-b) + log_s, np.log(b) + log_t)
         yield _Term("js", f"JS({b:g})", _centred(s, (1 - b) * (log_s - log_m)))
 
