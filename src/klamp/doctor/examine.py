@@ -103,8 +103,7 @@ def examine(history: History) -> Diagnosis:
         for alarm, evidence in _rising(view):
             evidences.setdefault(alarm.name, {}).setdefault(view.step, evidence)
     contents = _contents(history)
-    concerned = {name: alarm for name, alarm in ALARMS.items() if not alarm.concerns or alarm.concerns in contents}
-    concerned = {name: x for name, x in concerned.items() if not (history.goes_beyond and name in BY_DESIGN)}
+    concerned = {x.name: x for x in _applicable(history) if not x.concerns or x.concerns in contents}
     gaps = {name: _gap(alarm, history, contents) for name, alarm in concerned.items()}
     findings = [_finding(ALARMS[name], by_step) for name, by_step in evidences.items() if gaps.get(name) == ""]
     findings = [_settled(history, finding) for finding in findings]
@@ -117,9 +116,15 @@ def examine(history: History) -> Diagnosis:
 BY_DESIGN = ("kl-spike", "kl-far", "kl-growing", "kl-high")  # with a negative beta, which leaves the reference
 
 
+def _applicable(history: History) -> list[Alarm]:
+    """The alarms without those that a negative beta raises by design."""
+    left_out = BY_DESIGN if history.goes_beyond else ()
+    return [alarm for name, alarm in ALARMS.items() if name not in left_out]
+
+
 def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:
-    for alarm in ALARMS.values():
-        if not (history.goes_beyond and alarm.name in BY_DESIGN) and (evidence := alarm.rule(history)) is not None:
+    for alarm in _applicable(history):
+        if (evidence := alarm.rule(history)) is not None:
             yield alarm, evidence
 
 
