@@ -247,9 +247,9 @@ def load_teachers(
     if not teacher.there:
         return None
     prompts = teacher_prompts(config, task, tokenizer)
-    shown = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
     check_keys(config, task, teacher.models)
     if teacher.kind == "remote":
+        shown = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
         models[""] = connect(config, replace(task, train=shown), tokenizer, who="teacher")
     elif teacher.kind == "frozen":
         for key, name in teacher.models.items():

@@ -122,8 +122,10 @@ def _difference(saved: Any, now: Any) -> str:
 
 def check_room(model: Any, present: Tensor, *, who: Who) -> None:
     """Refuse rows of prompt and completion, [B, P + T] bool, that are longer than an anchor's positions."""
-    room, longest = getattr(model.config.get_text_config(), "max_position_embeddings", None), int(present.sum(-1).max())
-    if room is not None and longest > room:
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if room is None or present.shape[-1] <= room:  # the common case, without a wait for the device
+        return
+    if (longest := int(present.sum(-1).max())) > room:
         raise DataError(
             f"a prompt is too long for the {who}",
             got=f"{longest} tokens with its completion",
