@@ -46,7 +46,7 @@ PAGE = ROOT / "docs" / "records" / "index.md"
 COMMAND = "make mutants MUTANTS_ARGS=--record"
 BEGIN, END = f"<!-- mutants: written by `{COMMAND}` -->", "<!-- end of mutants -->"
 OUTCOMES = ("caught", "alive", "equivalent")
-CONTRACT = TESTS / "contracts" / "test_dataclasses.py"
+CONTRACT = TESTS / "contracts" / "test_public_names.py"
 REFUSALS = TESTS / "contracts" / "test_bad_input.py"
 SLOW = ("test_logprobs.py",)  # a minute: for the module of exactly its name
 TO_CATCH = 0.95
