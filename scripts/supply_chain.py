@@ -30,7 +30,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "requirements-dev.lock"
 BY_HAND = Path(__file__).with_name("licences.toml")
-PAGE = ROOT / "docs" / "release.md"
+PAGE = ROOT / "docs" / "records" / "index.md"
 BEGIN, END = "<!-- licences: written by `make licences LICENCES_ARGS=--record` -->", "<!-- end of licences -->"
 AUDIT, PIP_AUDIT = ROOT / "build" / "audit", "pip-audit==2.10.1"
 
@@ -247,7 +247,7 @@ def advisories() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("lock", "licences", "advisories"))
-    parser.add_argument("--record", action="store_true", help="licences: write the counts into docs/release.md")
+    parser.add_argument("--record", action="store_true", help="licences: write the counts into docs/records/index.md")
     args = parser.parse_args()
     if args.what == "licences":
         return licences(record=args.record)

@@ -83,7 +83,10 @@ def hardware(*, cpu: bool) -> str:
     import torch
 
     gpus = 0 if cpu else torch.cuda.device_count()
-    return f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"CPU ({torch.get_num_threads()} threads)"
+    if gpus:
+        return f"{gpus} x {torch.cuda.get_device_name()}"
+    threads = torch.get_num_threads()
+    return f"CPU ({threads} thread{'s' if threads > 1 else ''})"
 
 
 @functools.cache
