@@ -22,6 +22,7 @@ STANDS, MOVES = {"k3": [0.0] * 20}, {"train__learning_rate": [1e-6] * 20, "train
 LEAST = 2 * (0.6 / 1.6) ** 2
 """The KL of a completion whose reward moves as in `moving`, of a range of twice the largest mean reward."""
 SHORT = {"k3": [0.7] * 5, "length": [30.0] * 5}
+TEACHERS = {"teacher__kl": [0.3] * 20, "teacher__kl.math": [-0.02] * 20}
 WIGGLE = [0.001 * (-1) ** i for i in range(30)]
 
 
@@ -65,6 +66,8 @@ ROWS: list[tuple[str, bool, dict[str, Any]]] = [
     ("negative-k1", False, {"kl__k1_sequence": noisy(0.5, 12, scale=1.0)}),
     ("negative-k1", True, {"k3": [-0.5]}),  # as a callback sees it, which cannot read it anew
     ("negative-k1", False, {"k3": [-1e-8] * 30}),  # rounding
+    ("negative-k1", False, {**TEACHERS, "teacher__teacher_mass": [0.9] * 20}),  # a teacher that is cut
+    ("negative-k1", False, {**TEACHERS, "teacher__log_ratio_clamped": [0.9] * 20}),
     ("k3-far-above-k1", True, {"k1": [0.01] * 5, "k3": [0.11] * 5}),
     ("k3-far-above-k1", False, {"k1": [0.01] * 5, "k3": [0.09] * 5}),
     ("k3-far-above-k1", True, {"k1": [-0.01] * 5, "k3": [0.11] * 5}),  # k1 in size
@@ -183,6 +186,7 @@ TEXTS = [
     ("detached-reference", {"k3": [0.0, 0.3, 0.47, 0.0]}, "fell from 0.47 to 0 "),  # it was replaced
     ("kl-low", {"k3": [0.009] * 20}, "the KL is 0.009 nats per token, mean of the last 5 but the largest"),
     ("negative-k1", {"kl__k1_sequence": [-0.5, -0.51] * 4}, "the last 8 values of kl/k1_sequence are below 0"),
+    ("negative-k1", TEACHERS, "teacher/kl.math"),
 ]
 
 

@@ -91,6 +91,7 @@ def test_a_long_run_is_not_kept_whole() -> None:
         ({"reward": [0.5]}, 0.0, False),
         ({"reward": [0.5], "beta": [0.0]}, 0.04, False),
         ({"k3": [0.0]}, None, False),
+        ({"teacher__kl": [0.0] * 4, "teacher__coef": [0.1] * 4}, None, False),
         ({"kl__k1_sequence": [0.0]}, None, True),
         ({"policy__kl_old": [0.0], "sampler__k3": [0.0]}, None, True),
     ],

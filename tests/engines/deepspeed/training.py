@@ -1,7 +1,4 @@
-"""What each of two processes does: klamp's KL in TRL, under DDP or under a stage of ZeRO: KIND FOLDER.
-
-The results of a process go into FOLDER/KIND-RANK.json; see test_stages.
-"""
+"""What each of two processes does for test_stages: KIND FOLDER; its results go into FOLDER/KIND-RANK.json."""
 
 import json
 import os

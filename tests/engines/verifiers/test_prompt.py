@@ -1,7 +1,4 @@
-"""verifiers 0.1.3, the trainer of source document 004: it scores completions without their prompts, and klamp says so.
-
-Its own functions build the masks and score, on tokens that a model of a few thousand weights sampled.
-"""
+"""verifiers 0.1.3 scores completions without their prompts, and klamp says so; document 004 has its trainer."""
 
 import copy
 from types import SimpleNamespace

@@ -74,10 +74,9 @@ def actor_loss(
     columns: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """(loss, metrics) of `verl.workers.utils.losses.ppo_loss`; `options` are fields of ActorConfig.
+    """(loss, metrics) of verl's `ppo_loss`; `options` are fields of ActorConfig, `columns` are the driver's.
 
-    Where the step is a part of a mini-batch, that has so many trained tokens and rows. Nested, every token is trained
-    on. `columns` are what klamp's driver added to the batch.
+    `tokens` and `rows` are the counts of the mini-batch, if the step is a part of one. Nested, every token is trained.
     """
     added = dict(columns or {})
     if "advantages" in added:

@@ -1,7 +1,4 @@
-"""Backend `verl` against verl itself: its configuration, its data set and tokenizing, its reward manager, its losses.
-
-No run is started here: `tests/engines/verl/test_whole_runs.py` makes whole ones.
-"""
+"""Backend `verl` against verl itself: configuration, data set, tokenizing, reward manager, losses; no run."""
 
 import math
 from collections.abc import Callable

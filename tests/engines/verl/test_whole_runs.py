@@ -1,7 +1,4 @@
-"""A whole run of `klamp train --backend verl`: real verl, Ray, FSDP2 and vLLM, on the CPU.
-
-Scores differ from run to run (verl draws its own sample), so that numbers are asserted within bounds.
-"""
+"""Whole runs of `klamp train --backend verl` on the CPU. verl draws its own sample, so bounds are asserted."""
 
 import math
 import signal
@@ -66,11 +63,7 @@ def grows(values: Sequence[float], *, to: float) -> bool:
 
 @pytest.mark.gate
 def test_a_short_run(tmp_path: Path) -> None:
-    """What every landing asks of the real engine, with a teacher that is the model it begins with.
-
-    Its vLLM, asked in verl's agent loop, and verl's own reference then score every token alike. What a run learns is
-    asked below.
-    """
+    """Its vLLM and verl's reference score every token alike; the teacher is the model it begins with."""
     folder = tmp_path / "run"
     rows = run(folder, max_steps=2, beta=0.04, teacher_model="builtin", teacher_estimator="k3", verl=TEACHER)
     assert len(rows) == 2
