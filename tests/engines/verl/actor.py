@@ -44,8 +44,7 @@ class Step:
         mask = torch.arange(tokens) < lengths[:, None]
         old, ref = (policy + scale * normal(rows, tokens) for scale in (0.1, 0.5))
         advantages = normal(rows, 1).expand(rows, tokens)
-        zeroed = (torch.where(mask, x, 0).clamp(max=0) for x in (policy, old, ref))
-        policy, old, ref = zeroed
+        policy, old, ref = (torch.where(mask, x, 0).clamp(max=0) for x in (policy, old, ref))
         return cls(policy=policy.requires_grad_(), old=old, ref=ref, mask=mask, advantages=advantages * mask)
 
     def rows(self, some: slice) -> Step:
@@ -81,14 +80,8 @@ def actor_loss(
     added = dict(columns or {})
     if "advantages" in added:
         step = replace(step, advantages=added.pop("advantages"))
-    policy_loss = PolicyLossConfig(loss_mode=loss_mode)
-    config = ActorConfig(
-        strategy="fsdp",
-        rollout_n=2,
-        ppo_micro_batch_size_per_gpu=1,
-        policy_loss=policy_loss,
-        **{"clip_ratio_c": UNCLIPPED_BELOW, **options},
-    )
+    options = {"clip_ratio_c": UNCLIPPED_BELOW, "policy_loss": PolicyLossConfig(loss_mode=loss_mode), **options}
+    config = ActorConfig(strategy="fsdp", rollout_n=2, ppo_micro_batch_size_per_gpu=1, **options)
     count, _ = step.mask.shape
     prompt = torch.ones(count, 1, dtype=torch.long)
     data = TensorDict(
@@ -127,11 +120,11 @@ def _ragged(values: Tensor, mask: Tensor) -> Tensor:
 
 def _without_padding(step: Step) -> Tensor:
     """The flat layout of verl's engines: one prompt token per row, each number one place before its token."""
-    ends = [torch.cat([row[kept], row.new_zeros(1)]) for row, kept in zip(step.policy, step.mask, strict=True)]
-    return torch.cat(ends)
+    return torch.cat(
+        [torch.cat([row[kept], row.new_zeros(1)]) for row, kept in zip(step.policy, step.mask, strict=True)]
+    )
 
 
 def gradient(loss: Tensor, step: Step) -> Tensor:
     """d loss / d policy log-probabilities. [B, T]"""
-    (slope,) = torch.autograd.grad(loss, step.policy, allow_unused=False)
-    return slope
+    return torch.autograd.grad(loss, step.policy)[0]

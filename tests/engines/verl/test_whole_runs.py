@@ -19,19 +19,9 @@ from klamp.names import IDENTITY
 
 pytestmark = [pytest.mark.usefixtures("default_base_model"), pytest.mark.timeout(2 * LIMIT + 60)]
 
-SIZES: dict[str, Any] = {
-    "prompts_per_step": 8,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "max_prompt_length": 16,
-    "max_steps": 4,
-    "learning_rate": 5e-4,
-    "lr_scheduler_type": "constant",
-    "warmup_steps": 0,
-    "train_size": 64,
-    "eval_size": 4,
-    "eval_every": 0,
-}
+SIZES: dict[str, Any] = {"max_completion_length": 8, "max_prompt_length": 16, "train_size": 64, "eval_size": 4}
+SIZES |= {"prompts_per_step": 8, "num_generations": 4, "max_steps": 4, "eval_every": 0}
+SIZES |= {"learning_rate": 5e-4, "lr_scheduler_type": "constant", "warmup_steps": 0}
 SAME = 1e-5
 """Bound on the mean difference between two kernels' log-probabilities under the same weights, in float32."""
 SAME_TOKEN = 1e-4
