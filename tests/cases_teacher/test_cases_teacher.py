@@ -1,7 +1,4 @@
-"""Public reports of wrong losses to a teacher: the numbers that are right, and those that were computed elsewhere.
-
-Each input is a file beside this one: `expect` is the right answer, `elsewhere` what other code computed.
-"""
+"""Public reports of wrong losses to a teacher: in each file `expect` is right, `elsewhere` is what others computed."""
 
 import json
 import math

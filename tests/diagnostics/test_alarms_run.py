@@ -3,28 +3,114 @@
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from tests.diagnostics.histories import completion, history_of, look, noisy
+from tests.diagnostics.histories import completion, history_of, look, noisy, rises, steps_of
 
-from klamp.doctor.examine import examine
 from klamp.doctor.history import History, Row, RunSettings
 
 
-@pytest.mark.parametrize(
-    ("curves", "alarmed"),
-    [
-        ({"k3": [999.0]}, False),
-        ({"k3": [1e3]}, True),
-        ({"train__grad_norm": [1e5]}, True),
-        ({"train__grad_norm": [999.0]}, False),
-        ({"speed__tokens_per_second": [1e6]}, False),
-        ({"policy__entropy": [math.nan]}, True),
-        ({"train__loss": [-math.inf]}, True),
-    ],
-)
-def test_huge_values(curves: dict, alarmed: bool) -> None:
-    assert (look("huge-values", history_of(**curves)) is not None) is alarmed
+def wiggle(values: list[float], size: float = 0.01) -> list[float]:
+    return [value + size * (-1) ** i for i, value in enumerate(values)]
+
+
+def levels(*values: float, steps: int = 10) -> list[float]:
+    """Rewards that stay so many steps on each level."""
+    return wiggle([value for value in values for _ in range(steps)])
+
+
+def spread(width: float, *, saturated: float = 0.0, **settings: Any) -> dict[str, Any]:
+    """One step whose rewards differ by so much within a group."""
+    curves = {"reward": [0.7], "reward_std": [width], "groups__saturated": [saturated]}
+    return {"settings": RunSettings(**settings), **curves}
+
+
+def dr_grpo(**settings: Any) -> RunSettings:
+    return RunSettings(**{"loss_type": "dr_grpo", "verifier": "rules", "beta": 0.04} | settings)
+
+
+def repeated(start: float, now: float, *, sound: int = 5, steps: int = 5) -> dict[str, Any]:
+    return {"length__repeated": [start] * sound + [now] * steps}
+
+
+def cut(start: float, now: float, **curves: list[float]) -> dict[str, Any]:
+    return {"length__truncated": [start] * 5 + [now] * 5, **curves}
+
+
+def longer(correlation: float) -> dict[str, Any]:
+    """Completions that double and are cut, with this correlation of length and reward."""
+    curves = {"length": [10.0] * 10 + [20.0] * 10, "length__truncated": [0.0] * 10 + [0.9] * 10}
+    return curves | {"length__reward_correlation": [correlation] * 20}
+
+
+def gone(left: float, reward: float, *, steps: int = 60) -> dict[str, Any]:
+    """A run whose entropy falls from 0.8 to what is left, while the reward stands still."""
+    entropy = [0.8] * 5 + [left] * (steps - 5)
+    return {"policy__entropy": entropy, "reward": noisy(reward, steps, scale=0.01)}
+
+
+ROWS: list[tuple[str, bool, dict[str, Any]]] = [
+    ("huge-values", False, {"k3": [999.0]}),
+    ("huge-values", True, {"k3": [1e3]}),
+    ("huge-values", True, {"train__grad_norm": [1e5]}),
+    ("huge-values", False, {"train__grad_norm": [999.0]}),
+    ("huge-values", False, {"speed__tokens_per_second": [1e6]}),
+    ("huge-values", True, {"policy__entropy": [math.nan]}),
+    ("huge-values", True, {"train__loss": [-math.inf]}),
+    ("huge-values", True, {"k3": [0.0], "written": [completion(sampler=(-1.0, -math.inf, -0.5))]}),  # impossible
+    ("huge-values", False, {"k3": [0.0], "written": [completion(sampler=(-1.0, math.nan, -0.5))]}),
+    ("advantage-scale", True, {"advantage__max": [10.5]}),
+    ("advantage-scale", True, {"advantage__max": [2.5], "advantage__min": [-10.5]}),
+    ("advantage-scale", False, {"advantage__max": [9.9]}),
+    ("advantage-scale", True, {"reward": [1.0], "written": [completion(reward=3.0, advantage=-11.0)]}),
+    ("advantage-scale", True, spread(1e-5)),  # rewards that differ by rounding
+    ("advantage-scale", False, spread(1e-5, scale_rewards="none")),
+    ("advantage-scale", False, spread(1e-5, loss_type="dr_grpo")),
+    ("advantage-scale", False, spread(0.3)),
+    ("advantage-scale", False, spread(0.0007, saturated=0.998)),  # one group of 500, of a rewards' usual spread
+    ("advantage-scale", False, spread(0.0, saturated=1.0)),
+    ("dr-grpo-with-kl", True, {"settings": dr_grpo()}),
+    ("dr-grpo-with-kl", False, {"settings": dr_grpo(loss_type="grpo")}),
+    ("dr-grpo-with-kl", False, {"settings": dr_grpo(verifier="model")}),
+    ("dr-grpo-with-kl", False, {"settings": dr_grpo(verifier=None)}),
+    ("dr-grpo-with-kl", False, {"settings": dr_grpo(beta=0.0)}),
+    ("dr-grpo-with-kl", True, {"settings": dr_grpo(beta=0.0), "beta": [0.02]}),
+    ("dr-grpo-with-kl", True, {"settings": dr_grpo(beta=None), "k3": [0.1]}),
+    ("reward-collapse", True, {"reward": levels(0.3, 0.7, 0.45)}),  # by three tenths of its best
+    ("reward-collapse", False, {"reward": levels(0.3, 0.7, 0.55)}),
+    ("reward-collapse", True, {"reward": levels(-0.2, -0.5)}),  # a reward may be negative
+    ("reward-collapse", False, {"reward": levels(0.7, 0.2, steps=4)}),
+    ("reward-collapse", False, {"reward": levels(0.02, 0.0), "reward_std": [0.1] * 20}),  # half of what they differ by
+    ("repetition", True, repeated(0.0, 0.51)),
+    ("repetition", False, repeated(0.0, 0.49)),
+    ("repetition", False, repeated(0.4, 0.55)),  # the task wants it
+    ("repetition", False, repeated(0.0, 0.9, steps=2)),
+    *(("repetition", True, repeated(0.0, 0.9, sound=sound, steps=6)) for sound in (2, 3, 4)),  # at the start
+    ("repetition", False, {"length__repeated": [0.3, 0.2, 0.9, 0.3, 0.8, 0.2, 0.9, 0.5, 0.4, 0.7]}),
+    ("saturated", False, {"groups__saturated": [0.98] * 20}),  # 99 in 100 are
+    ("saturated", False, {"groups__saturated": [1.0] * 19}),
+    ("truncated", True, cut(0.0, 0.26)),
+    ("truncated", False, cut(0.0, 0.24)),
+    ("truncated", False, cut(1.0, 1.0)),  # by design
+    ("truncated", False, cut(0.2, 0.29)),
+    ("truncated", True, cut(1.0, 1.0, groups__saturated=[0.7] * 10)),  # and the answers earn little
+    ("truncated", False, cut(1.0, 1.0, groups__saturated=[0.3] * 5 + [1.0] * 5)),  # they earn, and then all do
+    ("truncated", False, {"length__truncated": [0.9] * 4}),
+    ("truncated", False, longer(0.8)),  # the reward makes them longer
+    ("truncated", True, longer(0.1)),
+    ("not-trained", False, {"first": 40, "train__grad_norm": [0.0] * 5}),  # the record begins late
+    ("entropy-collapse", True, gone(0.19, 0.5)),
+    ("entropy-collapse", False, gone(0.19, 0.5, steps=59)),
+    ("entropy-collapse", False, gone(0.21, 0.5)),  # a quarter of 0.8 is 0.2
+    ("entropy-collapse", False, gone(0.19, 0.95)),  # learned
+    ("entropy-collapse", True, gone(0.19, 1.9)),
+]
+
+
+@pytest.mark.parametrize(("alarm", "raised", "run"), ROWS)
+def test_both_sides_of_each_threshold(alarm: str, raised: bool, run: dict[str, Any]) -> None:
+    assert rises(alarm, **run) is raised
 
 
 @pytest.mark.parametrize(
@@ -38,56 +124,13 @@ def test_huge_values(curves: dict, alarmed: bool) -> None:
     ],
 )
 def test_trained_tokens_without_a_log_probability(policy: tuple, trained: tuple | None, text: str | None) -> None:
-    history = history_of(k1=[0.0])
-    history.add_completions([completion(policy=policy, trained=trained)])
+    history = history_of(k1=[0.0], written=[completion(policy=policy, trained=trained)])
     evidence = look("huge-values", history)
     assert (None if evidence is None else evidence.text) == text
     if trained is None and text:  # as where the reference has no such token
         (each,) = history.completions[1]
         history.completions[1] = [replace(each, policy=(-1.0,) * 3, ref=policy)]
         assert look("huge-values", history) == evidence
-
-
-def test_advantages_that_are_too_large() -> None:
-    assert look("advantage-scale", history_of(advantage__max=[10.5])) is not None
-    assert look("advantage-scale", history_of(advantage__max=[2.5], advantage__min=[-10.5])) is not None
-    assert look("advantage-scale", history_of(advantage__max=[9.9])) is None
-    history = history_of(reward=[1.0])
-    history.add_completions([completion(reward=3.0, advantage=-11.0)])
-    assert look("advantage-scale", history) is not None
-
-
-@pytest.mark.parametrize(
-    ("spread", "saturated", "settings", "alarmed"),
-    [
-        (1e-5, 0.0, RunSettings(), True),
-        (1e-5, 0.0, RunSettings(scale_rewards="none"), False),
-        (1e-5, 0.0, RunSettings(loss_type="dr_grpo"), False),
-        (0.3, 0.0, RunSettings(), False),
-        (0.0007, 0.998, RunSettings(), False),  # one group of 500, of a rewards' usual spread
-        (0.0, 1.0, RunSettings(), False),
-    ],
-)
-def test_rewards_that_differ_by_rounding(spread: float, saturated: float, settings: RunSettings, alarmed: bool) -> None:
-    history = history_of(settings=settings, reward=[0.7], reward_std=[spread], groups__saturated=[saturated])
-    assert (look("advantage-scale", history) is not None) is alarmed
-
-
-@pytest.mark.parametrize(
-    ("changes", "curves", "alarmed"),
-    [
-        ({}, {}, True),
-        ({"loss_type": "grpo"}, {}, False),
-        ({"verifier": "model"}, {}, False),
-        ({"verifier": None}, {}, False),
-        ({"beta": 0.0}, {}, False),
-        ({"beta": 0.0}, {"beta": [0.02]}, True),
-        ({"beta": None}, {"k3": [0.1]}, True),
-    ],
-)
-def test_dr_grpo_with_kl(changes: dict, curves: dict, alarmed: bool) -> None:
-    settings = RunSettings(**{"loss_type": "dr_grpo", "verifier": "rules", "beta": 0.04} | changes)
-    assert (look("dr-grpo-with-kl", history_of(settings=settings, **curves)) is not None) is alarmed
 
 
 @pytest.mark.parametrize(
@@ -115,23 +158,20 @@ def test_retention(before: float, after: float, size: int | None, alarmed: bool)
     assert found is None or ("chat" in found.text and "math" not in found.text)
 
 
-def wiggle(values: list[float], size: float = 0.01) -> list[float]:
-    return [value + size * (-1) ** i for i, value in enumerate(values)]
+CAUSES: list[tuple[str, dict[str, Any], str]] = [
+    ("reward-collapse", {"reward": levels(0.7, 0.0), "k3": [0.0] * 8 + [0.5 * i for i in range(12)],
+                         "beta": [0.01] * 20}, "the learning rate: the KL rose by 0.5 nats"),
+    ("saturated", {"reward": [0.0] * 20}, "no completion earns anything"),
+    ("saturated", {"reward": [0.8, *[1.0] * 20]}, "equal rewards within each prompt"),
+    ("saturated", {"reward": [0.6] * 30 + [0.0] * 20}, "the reward was 0.6 once"),
+]  # fmt: skip
 
 
-def collapsed(*levels: float, steps: int = 10, **curves: list[float]) -> bool:
-    reward = wiggle([level for level in levels for _ in range(steps)])
-    return look("reward-collapse", history_of(reward=reward, **curves)) is not None
-
-
-def test_a_reward_collapses_by_three_tenths_of_its_best_and_says_where_the_learning_rate_did_it() -> None:
-    assert collapsed(0.3, 0.7, 0.45) and not collapsed(0.3, 0.7, 0.55)
-    assert collapsed(-0.2, -0.5), "a reward may be negative"
-    assert not collapsed(0.7, 0.2, steps=4)
-    assert not collapsed(0.02, 0.0, reward_std=[0.1] * 20), "less than half of what completions differ by"
-    kl = [0.0] * 8 + [0.5 * i for i in range(12)]
-    evidence = look("reward-collapse", history_of(reward=wiggle([0.7] * 10 + [0.0] * 10), k3=kl, beta=[0.01] * 20))
-    assert evidence is not None and evidence.causes[0].startswith("the learning rate: the KL rose by 0.5 nats")
+@pytest.mark.parametrize(("alarm", "run", "cause"), CAUSES)
+def test_an_alarm_says_what_did_it(alarm: str, run: dict[str, Any], cause: str) -> None:
+    equal = {"groups__saturated": [1.0] * len(run["reward"])} if alarm == "saturated" else {}
+    evidence = look(alarm, history_of(**run, **equal))
+    assert evidence is not None and evidence.causes[0].startswith(cause)
 
 
 def rewards_drawn(*shares: float, completions: int, seed: int) -> list[float]:
@@ -140,60 +180,15 @@ def rewards_drawn(*shares: float, completions: int, seed: int) -> list[float]:
     return [sum(draw.random() < share for _ in range(completions)) / completions for share in shares]
 
 
-def falls(rewards: list[float]) -> int:
-    runs = (history_of(reward=rewards[:done]) for done in range(10, len(rewards) + 1))
-    return sum(look("reward-collapse", run) is not None for run in runs)
-
-
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
 @pytest.mark.parametrize("completions", [4, 16, 64])
 def test_a_reward_that_jumps_has_not_collapsed_and_one_that_is_gone_has(completions: int, share: float) -> None:
-    sound = [rewards_drawn(*[share] * 100, completions=completions, seed=seed) for seed in range(2)]
-    assert sum(map(falls, sound)) == 0
-    lost = rewards_drawn(*[0.7] * 50, *[0.0] * 50, completions=completions, seed=0)
-    assert falls(lost) >= 25 and not falls(lost[:50])
-
-
-def test_repetition_is_half_of_the_tokens_and_more_than_before() -> None:
-    def repeated(start: float, now: float, steps: int = 5) -> bool:
-        return look("repetition", history_of(length__repeated=[start] * 5 + [now] * steps)) is not None
-
-    assert repeated(0.0, 0.51)
-    assert not repeated(0.0, 0.49) and not repeated(0.4, 0.55), "the task wants it"
-    assert not repeated(0.0, 0.9, steps=2)
-    for sound in (2, 3, 4):  # a collapse within the first five steps
-        assert look("repetition", history_of(length__repeated=[0.0] * sound + [0.9] * 6)) is not None
-    assert look("repetition", history_of(length__repeated=[0.3, 0.2, 0.9, 0.3, 0.8, 0.2, 0.9, 0.5, 0.4, 0.7])) is None
-
-
-@pytest.mark.parametrize(
-    ("reward", "cause"),
-    [
-        ([0.0] * 20, "no completion earns anything"),
-        ([0.8, *[1.0] * 20], "equal rewards within each prompt"),
-        ([0.6] * 30 + [0.0] * 20, "the reward was 0.6 once"),
-    ],
-)
-def test_saturated_groups_say_why(reward: list[float], cause: str) -> None:
-    evidence = look("saturated", history_of(reward=reward, groups__saturated=[1.0] * len(reward)))
-    assert evidence is not None and evidence.causes[0].startswith(cause)
-    assert look("saturated", history_of(groups__saturated=[0.98] * 20)) is None, "99 in 100 are"
-    assert look("saturated", history_of(groups__saturated=[1.0] * 19)) is None
-
-
-def test_truncated_is_more_than_at_the_start_or_of_no_use_and_not_what_a_reward_for_length_makes() -> None:
-    def cut(start: float, now: float, **curves: list[float]) -> bool:
-        return look("truncated", history_of(length__truncated=[start] * 5 + [now] * 5, **curves)) is not None
-
-    assert cut(0.0, 0.26) and not cut(0.0, 0.24)
-    assert not cut(1.0, 1.0) and not cut(0.2, 0.29), "by design"
-    assert cut(1.0, 1.0, groups__saturated=[0.7] * 10), "and the answers earn little"
-    assert not cut(1.0, 1.0, groups__saturated=[0.3] * 5 + [1.0] * 5), "they earn, and then all do"
-    assert look("truncated", history_of(length__truncated=[0.9] * 4)) is None
-    curves = {"length": [10.0] * 10 + [20.0] * 10, "length__truncated": [0.0] * 10 + [0.9] * 10}
-    grown = history_of(**curves, length__reward_correlation=[0.8] * 20)
-    assert look("truncated", grown) is None
-    assert look("truncated", history_of(**curves, length__reward_correlation=[0.1] * 20)) is not None
+    for seed in range(2):
+        sound = history_of(reward=rewards_drawn(*[share] * 100, completions=completions, seed=seed))
+        assert not steps_of("reward-collapse", sound)
+    lost = history_of(reward=rewards_drawn(*[0.7] * 50, *[0.0] * 50, completions=completions, seed=0))
+    falls = steps_of("reward-collapse", lost)
+    assert len(falls) >= 25 and min(falls) > 50
 
 
 @pytest.mark.parametrize(
@@ -229,10 +224,6 @@ def test_completions_of_which_no_token_is_trained_on() -> None:
     assert found(masked, masked) is None and found(masked, own, masked) is None, "a step may be all cut"
 
 
-def test_a_run_that_begins_late_is_not_called_idle_from_the_start() -> None:
-    assert look("not-trained", history_of(first=40, train__grad_norm=[0.0] * 5)) is None
-
-
 def test_the_trained_reward_on_held_out_prompts_is_no_skill() -> None:
     history = History()
     for step, score in ((0, 0.9), (10, 0.1)):
@@ -255,14 +246,6 @@ def test_without_a_number_of_examples_the_scatter_of_the_scores_is_the_margin() 
     assert not lost(0.80, 0.70), "as of 50 examples"
 
 
-def test_a_sampled_token_that_its_sampler_calls_impossible() -> None:
-    for sampler, lost in (((-1.0, -math.inf, -0.5), True), ((-1.0, math.nan, -0.5), False)):
-        history = history_of(k3=[0.0])
-        history.add_completions([completion(sampler=sampler)])
-        evidence = look("huge-values", history)
-        assert (evidence is not None and "1 trained token" in evidence.text) is lost
-
-
 @pytest.mark.parametrize(("reward", "cut", "before"), [(-1.0, 1.0, True), (0.6, 1.0, False), (-1.0, 0.2, False)])
 def test_completions_that_were_broken_before_the_loss_say_so(reward: float, cut: float, before: bool) -> None:
     """What came first: a step's completions are written before its loss."""
@@ -271,31 +254,12 @@ def test_completions_that_were_broken_before_the_loss_say_so(reward: float, cut:
     assert found is not None and [cause[:28] for cause in found.causes] == ["the weights were broken befo"] * before
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_learning_rate_that_ended_and_one_that_is_rounded_to_0(seed: int) -> None:
     noise = noisy(1.0, 80, scale=0.15, seed=seed)
 
     def late(kl: list[float], rate: list[float]) -> list[int]:
-        found = examine(history_of(k3=kl, train__learning_rate=rate)).findings
-        return [f.last_step for f in found if f.alarm.name == "not-trained" and f.last_step > 30]
+        return [step for step in steps_of("not-trained", history_of(k3=kl, train__learning_rate=rate)) if step > 30]
 
-    assert late([5e-4 * min(i, 25) * x for i, x in enumerate(noise)], [1e-6] * 25 + [0.0] * 55) == [80]
+    assert late([5e-4 * min(i, 25) * x for i, x in enumerate(noise)], [1e-6] * 25 + [0.0] * 55)[-1] == 80
     assert not late([5e-4 * i * x for i, x in enumerate(noise)], [0.0] * 80), "the policy moves: the 0 is rounded"
-
-
-@pytest.mark.parametrize(
-    ("left", "reward", "steps", "alarmed"),
-    [
-        (0.19, 0.5, 60, True),
-        (0.19, 0.5, 59, False),
-        (0.21, 0.5, 60, False),  # a quarter of 0.8 is 0.2
-        (0.19, 0.95, 60, False),  # learned
-        (0.19, 1.9, 60, True),
-    ],
-)
-def test_an_entropy_that_is_gone_while_the_reward_stands_still(
-    left: float, reward: float, steps: int, alarmed: bool
-) -> None:
-    entropy, rewards = [0.8] * 5 + [left] * (steps - 5), noisy(reward, steps, scale=0.01)
-    history = history_of(policy__entropy=entropy, reward=rewards)
-    assert (look("entropy-collapse", history) is not None) is alarmed

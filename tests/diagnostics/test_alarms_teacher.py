@@ -2,14 +2,10 @@
 
 from typing import Any
 
-from tests.diagnostics.histories import history_of, look, noisy
+from tests.diagnostics.histories import history_of, look, noisy, rises
 
 from klamp.doctor.examine import examine
 from klamp.doctor.history import RunSettings
-
-
-def rises(name: str, *, settings: RunSettings | None = None, **curves: Any) -> bool:
-    return look(name, history_of(settings=settings, **curves)) is not None
 
 
 def test_a_teacher_that_gives_many_tokens_no_number() -> None:

@@ -1,21 +1,21 @@
 """Rules over tokens: masks, k1 below chance, the tokens to blame, and a sampler that is not the policy."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from tests.diagnostics.histories import completion, history_of, look
+from tests.diagnostics.histories import completion, history_of, look, rises
 
 from klamp.doctor.causes import blame
-from klamp.doctor.history import Completion, History, Row, RunSettings
+from klamp.doctor.history import Completion, History, RunSettings
 from klamp.doctor.metrics import settings_of, settings_of_run
 from klamp.verify.worlds import truncate_top_p
 
 
 def test_blame_ranks_tokens_by_their_k3() -> None:
-    history = History()
-    history.add_completions([completion(ref=(-1.0, -5.0, -0.5)), completion(ref=(-1.0, -2.0, 1.5))])
-    first, second = blame(history)
+    rows = [completion(ref=(-1.0, -5.0, -0.5)), completion(ref=(-1.0, -2.0, 1.5))]
+    first, second = blame(history_of(written=rows))
     shares = [math.expm1(2.0) - 2.0, math.expm1(-3.0) + 3.0]
     assert (first.completion, first.position, first.token) == (1, 2, "<eos>")
     assert (second.completion, second.position, second.other_logprob) == (0, 1, -5.0)
@@ -23,68 +23,70 @@ def test_blame_ranks_tokens_by_their_k3() -> None:
 
 
 def test_blame_takes_the_nearest_step_that_was_written() -> None:
-    history = History()
-    history.add_completions([completion(10, ref=(-2.0, -2.0, -0.5)), completion(20, ref=(-3.0, -2.0, -0.5))])
+    rows = [completion(10, ref=(-2.0, -2.0, -0.5)), completion(20, ref=(-3.0, -2.0, -0.5))]
     for step, nearest in ((14, 10), (16, 20)):
-        history.rows = [Row(step=step, metrics={})]
-        assert [token.step for token in blame(history)] == [nearest]
+        assert [token.step for token in blame(history_of(first=step, reward=[0.5], written=rows))] == [nearest]
     assert blame(History()) == []
 
 
-def at_step(*rows: Completion) -> History:
-    history = history_of(reward=[0.5])
-    history.add_completions(rows)
-    return history
+INSIDE = completion(sampled=(False, True, True), trained=(False, True, True))
+TOUCHING = completion(sampled=(False, True, True), trained=(True, True, True))
+LOST, KEPT = completion(trained=(True, True, False), ended=True), completion(ended=True)
+CUT = completion(trained=(True, True, False), ended=False)
+LEFT_OUT = completion(trained=(False, False, False), ended=True)
+OVER_PADDING = completion(trained=(True, True, False), sampled=(True, True, False), ended=True)
+PAD, END = "<pad>", "<eos>"
 
 
-def test_a_mask_on_the_prompt() -> None:
-    inside = completion(sampled=(False, True, True), trained=(False, True, True))
-    touching = completion(sampled=(False, True, True), trained=(True, True, True))
-    assert look("mask-on-prompt", at_step(inside, inside)) is None
-    assert look("mask-on-prompt", at_step(completion())) is None
-    found = look("mask-on-prompt", at_step(inside, touching))
+def padded(pad: str, *, trained: bool) -> list[Completion]:
+    """Completions whose padding has finite scores too; `trained`: whether the mask has the end token."""
+    rows = []
+    for index, length in enumerate((2, 3, 4, 5)):
+        tokens = [*(f"{index}{i}" for i in range(length)), END, *[pad] * (8 - length)]
+        policy, mask = [-0.1 * i - 0.3 for i in range(9)], [i < length + trained for i in range(9)]
+        rows.append(completion(tokens=tokens, policy=policy, ref=None, trained=mask))
+    return rows
+
+
+ROWS: list[tuple[str, bool, dict[str, Any]]] = [
+    ("mask-on-prompt", False, {"written": [INSIDE, INSIDE]}),
+    ("mask-on-prompt", False, {"written": [completion()]}),
+    ("end-token-lost", True, {"written": [LOST, LOST, KEPT]}),
+    ("end-token-lost", False, {"written": [LOST, KEPT]}),  # half of them
+    ("end-token-lost", False, {"written": [CUT, CUT, KEPT]}),
+    ("end-token-lost", False, {"written": [LEFT_OUT, LEFT_OUT, KEPT]}),  # on purpose
+    ("end-token-lost", False, {"written": [OVER_PADDING]}),
+    *(("end-token-lost", False, {"written": padded(pad, trained=True)}) for pad in (PAD, END)),
+    *(("end-token-lost", True, {"written": padded(pad, trained=False)}) for pad in (PAD, END)),
+    ("sampler-mismatch", False, {"sampler__k1": [0.002], "sampler__k3": [0.002]}),
+    ("sampler-mismatch", False, {"sampler__k1": [0.011], "sampler__k3": [0.002]}),  # one step of few tokens
+    ("sampler-mismatch", True, {"sampler__k1": [0.011], "sampler__k3": [0.002], "length": [1e6]}),
+    ("sampler-mismatch", True, {"sampler__k1": [-0.011], "sampler__k3": [0.002], "length": [1e6]}),
+    ("sampler-mismatch", True, {"sampler__k1": [-0.011] * 10, "sampler__k3": [0.002] * 10}),
+    ("sampler-mismatch", False, {"sampler__k3": [0.001, 0.002, 0.001, 0.002, 0.06], "length": [8] * 5}),  # one token
+    ("sampler-mismatch", True, {"sampler__k3": [0.05, 0.02, 0.03, 0.04, 0.03] * 2, "length": [8] * 10}),
+    ("sampler-mismatch", True, {"sampler__k3": [0.001] * 5 + [0.2], "length": [1e4] * 6}),
+    ("sampler-mismatch", False, {"sampler__k1": [0.004, -0.006, 0.001, -0.005, 0.011], "sampler__k3": [0.002] * 5}),
+    ("sampler-mismatch", True, {"sampler__k1": [0.003], "sampler__k3": [1635.0]}),
+    ("sampler-mismatch", False, {"sampler__abs": [0.02]}),
+    ("sampler-mismatch", True, {"sampler__abs": [0.15], "length": [1e4]}),  # E|d| = .15 means E[d^2]/2 >= .011
+    ("sampler-mismatch", False, {"sampler__abs": [0.13]}),
+    ("sampler-mismatch", False, {"reward": [1.0]}),
+]
+
+
+@pytest.mark.parametrize(("alarm", "raised", "run"), ROWS)
+def test_both_sides_of_each_threshold(alarm: str, raised: bool, run: dict[str, Any]) -> None:
+    assert rises(alarm, **{"reward": [0.5], **run}) is raised
+
+
+def test_a_mask_on_the_prompt_names_the_token() -> None:
+    found = look("mask-on-prompt", history_of(reward=[0.5], written=[INSIDE, TOUCHING]))
     assert found is not None and "1 of 2" in found.text and "'4'" in found.text
 
 
-def test_a_lost_end_token() -> None:
-    lost, kept = completion(trained=(True, True, False), ended=True), completion(ended=True)
-    cut = completion(trained=(True, True, False), ended=False)
-    left_out = completion(trained=(False, False, False), ended=True)
-    assert look("end-token-lost", at_step(lost, lost, kept)) is not None
-    assert look("end-token-lost", at_step(lost, kept)) is None, "half of them"
-    assert look("end-token-lost", at_step(cut, cut, kept)) is None
-    assert look("end-token-lost", at_step(left_out, left_out, kept)) is None, "left out on purpose"
-    padded = completion(trained=(True, True, False), sampled=(True, True, False), ended=True)
-    assert look("end-token-lost", at_step(padded)) is None
-
-
-@pytest.mark.parametrize(
-    ("curves", "alarmed"),
-    [
-        ({"sampler__k1": [0.002], "sampler__k3": [0.002]}, False),
-        ({"sampler__k1": [0.011], "sampler__k3": [0.002]}, False),  # one step of few tokens
-        ({"sampler__k1": [0.011], "sampler__k3": [0.002], "length": [1e6]}, True),
-        ({"sampler__k1": [-0.011], "sampler__k3": [0.002], "length": [1e6]}, True),
-        ({"sampler__k1": [-0.011] * 10, "sampler__k3": [0.002] * 10}, True),
-        ({"sampler__k3": [0.001, 0.002, 0.001, 0.002, 0.06], "length": [8] * 5}, False),  # one bad token
-        ({"sampler__k3": [0.05, 0.02, 0.03, 0.04, 0.03] * 2, "length": [8] * 10}, True),
-        ({"sampler__k3": [0.001] * 5 + [0.2], "length": [1e4] * 6}, True),
-        ({"sampler__k1": [0.004, -0.006, 0.001, -0.005, 0.011], "sampler__k3": [0.002] * 5}, False),  # it scatters
-        ({"sampler__k1": [0.003], "sampler__k3": [1635.0]}, True),
-        ({"sampler__abs": [0.02]}, False),
-        ({"sampler__abs": [0.15], "length": [1e4]}, True),  # E|d| = .15 means E[d^2]/2 >= .011
-        ({"sampler__abs": [0.13]}, False),
-        ({"reward": [1.0]}, False),
-    ],
-)
-def test_sampler_mismatch(curves: dict, alarmed: bool) -> None:
-    assert (look("sampler-mismatch", history_of(**curves)) is not None) is alarmed
-
-
 def test_a_mismatch_names_the_tokens_by_the_sampler() -> None:
-    history = history_of(sampler__k3=[0.5])
-    history.add_completions([completion(sampler=(-1.0, -0.5, -0.5))])
-    evidence = look("sampler-mismatch", history)
+    evidence = look("sampler-mismatch", history_of(sampler__k3=[0.5], written=[completion(sampler=(-1.0, -0.5, -0.5))]))
     assert evidence is not None
     assert [(token.position, token.other_logprob, token.share) for token in evidence.tokens] == [(1, -0.5, 1.0)]
 
@@ -122,25 +124,22 @@ def test_a_sampler_that_cuts_its_distribution_is_no_missing_sync() -> None:
     deltas = torch.tensor(sampled["sampler"]) - torch.tensor(sampled["policy"])
     k1, k3 = deltas.mean().item(), (torch.expm1(-deltas) + deltas).mean().item()
     assert k3 < 0.01 < k1
-    without = history_of(sampler__k1=[k1], sampler__k3=[k3])
-    assert "before the first update (sampler/k1 was 0.0" in cause(without) and "top-p or top-k" in cause(without)
-    seen = history_of(sampler__k1=[k1], sampler__k3=[k3])
-    seen.add_completions([completion(tokens=tuple("a" * 60), ref=None, **sampled)])
-    assert cause(seen).startswith("each of 60 tokens is at least as likely under the sampler: it cuts")
+    means = {"sampler__k1": [k1], "sampler__k3": [k3]}
+    without = cause(history_of(**means))
+    assert "before the first update (sampler/k1 was 0.0" in without and "top-p or top-k" in without
+    rows = completion(tokens=tuple("a" * 60), ref=None, **sampled)
+    seen = cause(history_of(**means, written=[rows]))
+    assert seen.startswith("each of 60 tokens is at least as likely under the sampler: it cuts")
     sampled["sampler"][7] = sampled["policy"][7] - 0.5
-    seen.completions.clear()
-    seen.add_completions([completion(tokens=tuple("a" * 60), ref=None, **sampled)])
-    assert "cuts the distribution" not in cause(seen), "one token is likelier under the trainer"
+    seen = cause(history_of(**means, written=[rows]))
+    assert "cuts the distribution" not in seen, "one token is likelier under the trainer"
 
 
 def test_a_large_difference_everywhere_is_another_temperature_and_without_a_first_step_there_is_no_cause() -> None:
-    history = history_of(sampler__k3=[2.0])
-    history.add_completions([completion(policy=(-2.0,) * 6, sampler=(-1.0,) * 6, tokens="abcdef", ref=None)])
-    assert "scores with another temperature, another prompt" in cause(history)
+    row = completion(policy=(-2.0,) * 6, sampler=(-1.0,) * 6, tokens="abcdef", ref=None)
+    assert "scores with another temperature, another prompt" in cause(history_of(sampler__k3=[2.0], written=[row]))
     assert "scores with another temperature" in cause(history_of(sampler__k3=[2.0])), "without completions too"
-    history = history_of(sampler__k3=[0.5, 0.5])
-    del history.rows[0]
-    assert cause(history) == ""
+    assert cause(history_of(first=2, sampler__k3=[0.5])) == ""
     assert "scores with another temperature" in cause(history_of(sampler__abs=[0.9]))
 
 
@@ -172,21 +171,3 @@ def test_the_runs_own_top_p_is_named_and_only_where_it_explains_the_mismatch() -
     assert "the run's own" not in cause(history_of(sampler__k1=[-0.05] * 10, settings=own))
     assert "the run's own" not in cause(history_of(sampler__k1=[0.05] * 10))
     assert settings_of({"top_p": 0.9}, set()).top_p == 0.9
-
-
-PAD, END = "<pad>", "<eos>"
-
-
-@pytest.mark.parametrize(
-    ("pad", "trained", "alarmed"),
-    [(PAD, 1, False), (END, 1, False), (PAD, 0, True), (END, 0, True)],
-    ids=["padded", "padded with end tokens", "lost and padded", "lost, padded with end tokens"],
-)
-def test_padding_with_finite_numbers_is_no_lost_end_token(pad: str, trained: int, alarmed: bool) -> None:
-    """The trainer scores the padding too; `trained`: whether the mask has the end token."""
-    rows = []
-    for index, length in enumerate((2, 3, 4, 5)):
-        tokens = [*(f"{index}{i}" for i in range(length)), END, *[pad] * (8 - length)]
-        policy, mask = [-0.1 * i - 0.3 for i in range(9)], [i < length + trained for i in range(9)]
-        rows.append(completion(tokens=tokens, policy=policy, ref=None, trained=mask))
-    assert (look("end-token-lost", at_step(*rows)) is not None) is alarmed

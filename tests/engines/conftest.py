@@ -1,7 +1,4 @@
-"""The tests against real trainers: each folder needs the package of its name, and is not there without it.
-
-`make test-verl` and its like make the environment and run it; plain `make test` does not have the package.
-"""
+"""The tests against real trainers: each folder needs the package of its name, and is not there without it."""
 
 from importlib.util import find_spec
 

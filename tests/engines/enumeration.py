@@ -1,8 +1,4 @@
-"""An enumeration of its own for the tests of the audits: it shares no code with klamp's oracle.
-
-One position, five tokens. The expected gradient of a loss is summed token by token with the policy's own
-probabilities, and compared with the gradients of the two KL divergences, each written out and differentiated.
-"""
+"""An enumeration for the audits: one position, five tokens. It shares no code with klamp's oracle."""
 
 from collections.abc import Callable
 

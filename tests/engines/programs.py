@@ -12,11 +12,7 @@ LIMIT = 390
 
 
 def said_by(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What a program prints, from the repository's root.
-
-    Raises:
-        AssertionError: it fails, or takes too long; with the end of what it said.
-    """
+    """What a program prints, from the repository's root; an AssertionError if it fails or takes too long."""
     running = subprocess.Popen(
         command,
         cwd=ROOT,

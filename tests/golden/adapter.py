@@ -1,7 +1,4 @@
-"""Turns golden cases into calls of klamp: the only file of this folder that knows klamp's functions.
-
-Each function takes the dictionary of a case and returns its numbers.
-"""
+"""Turns golden cases into calls of klamp, and is the only file of this folder that knows klamp's functions."""
 
 from __future__ import annotations
 
@@ -50,6 +47,12 @@ class Configured:
             kl = KLConfig(**{name: tuple(x) if isinstance(x, list) else x for name, x in case["kl"].items()})
             teacher = TeacherConfig(teacher_model="given", **case["teacher"]) if "teacher" in case else None
             return cls(kl, LossConfig(**case["policy"]), teacher, TOTALS if case["totals"] else None)
+
+    def summary(self, loss: Tensor, w: World, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The numbers of a loss, with the gradient in the policy's logits; a bounded teacher's metrics are left out."""
+        bounded = self.teacher is not None and self.teacher.teacher_max_log_ratio is not None
+        kept = {name: x for name, x in metrics.items() if not (bounded and name.startswith("teacher/"))}
+        return summary(loss, torch.autograd.grad(loss, w.logits["policy"])[0], kept)
 
     def advantages(self, rewards: Tensor) -> Tensor:
         return klamp.group_advantages(rewards, GROUP, scale=self.loss.scale, baseline=self.loss.advantage_baseline)
@@ -118,16 +121,7 @@ def grpo_loss(case: dict[str, Any]) -> dict[str, Any]:
             found = advantages_with_kl(w.rewards, prepare(batch, term), beta=beta, advantages=c.advantages)
             batch = replace(batch, advantages=found)
     loss, metrics = klamp.grpo_loss(batch, objective, totals=c.totals)
-    bounded = c.teacher is not None and c.teacher.teacher_max_log_ratio is not None
-    metrics = {name: x for name, x in metrics.items() if not (bounded and name.startswith("teacher/"))}
-    return summary(loss, torch.autograd.grad(loss, w.logits["policy"])[0], metrics)
-
-
-class Datum:
-    """As much of a datum of the SDK as the loss reads, in float64."""
-
-    def __init__(self, **rows: Tensor) -> None:
-        self.loss_fn_inputs = rows
+    return c.summary(loss, w, metrics)
 
 
 def tinker(case: dict[str, Any]) -> dict[str, Any]:
@@ -161,10 +155,9 @@ def tinker(case: dict[str, Any]) -> dict[str, Any]:
             rows["teacher_head_logprobs"] = row(taught.gather(-1, head).detach())
         if (kl_mask := kl_mask_of(c, w)) is not None:
             rows["kl_mask"] = row(kl_mask.double())
-        data.append(Datum(**rows))
+        data.append(SimpleNamespace(loss_fn_inputs=rows))  # as much of a datum of the SDK as the loss reads
     from klamp.tinker import compute_grpo_kl_loss
 
-    options: dict[str, Any] = {"teacher": c.teacher} if c.teacher is not None else {}
     loss, metrics = compute_grpo_kl_loss(
         data,
         policies,
@@ -174,11 +167,9 @@ def tinker(case: dict[str, Any]) -> dict[str, Any]:
         max_length=MAX_LENGTH,
         group_size=GROUP,
         totals=None if case.get("sum") else c.totals,
-        **options,
+        **({"teacher": c.teacher} if c.teacher is not None else {}),
     )
-    bounded = c.teacher is not None and c.teacher.teacher_max_log_ratio is not None
-    metrics = {name: x for name, x in metrics.items() if not (bounded and name.startswith("teacher/"))}
-    return summary(loss, torch.autograd.grad(loss, w.logits["policy"])[0], metrics)
+    return c.summary(loss, w, metrics)
 
 
 @cache
@@ -219,25 +210,14 @@ def trl(case: dict[str, Any]) -> dict[str, Any]:
     """The loss of `klamp.trl.GRPOTrainer`; the gradient is with respect to the model's weights."""
     from klamp.trl import GRPOConfig, GRPOTrainer
 
-    w, kl, teacher = world(case), dict(case["kl"]), case.get("teacher", {})
-    kl = {name: tuple(x) if isinstance(x, list) else x for name, x in kl.items()}
-    rows = _rows(case["set"])
+    w, rows, teacher = world(case), _rows(case["set"]), case.get("teacher", {})
+    kl = {name: tuple(x) if isinstance(x, list) else x for name, x in case["kl"].items()}
+    silent: dict[str, Any] = {"output_dir": "unused", "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    sizes = {"num_generations": GROUP, "per_device_train_batch_size": len(rows), "max_completion_length": MAX_LENGTH}
+    plain = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_steps": 2}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args = GRPOConfig(
-            output_dir="unused",
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
-            gradient_checkpointing=False,
-            num_generations=GROUP,
-            per_device_train_batch_size=len(rows),
-            max_completion_length=MAX_LENGTH,
-            max_steps=2,
-            **(case["policy"] | kl | teacher),
-        )
+        args = GRPOConfig(**(silent | sizes | plain | case["policy"] | kl | teacher))
         trainer: Any = GRPOTrainer(
             model=copy.deepcopy(_drawn_model("policy")),
             reward_funcs=lambda completions, **_: w.rewards.tolist(),
@@ -253,12 +233,8 @@ def trl(case: dict[str, Any]) -> dict[str, Any]:
         inputs = trainer._generate_and_score_completions(rows.to_list())
         assert inputs["completion_ids"].tolist() == w.ids.tolist()
         if not case["on_policy"]:
-            scored = trainer._get_per_token_logps_and_entropies(
-                trainer.model,
-                torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
-                torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
-                w.ids.shape[1],
-            )[0].detach()
+            whole = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+            scored = trainer._get_per_token_logps_and_entropies(trainer.model, *whole, w.ids.shape[1])[0].detach()
             inputs["old_per_token_logps"] = (scored + 0.15 * drawn("old", *w.ids.shape)).clamp(max=-0.01)
             inputs["sampling_per_token_logps"] = (scored + 0.25 * drawn("sampler", *w.ids.shape)).clamp(max=-0.01)
         loss = trainer.compute_loss(trainer.model, inputs)
@@ -267,12 +243,7 @@ def trl(case: dict[str, Any]) -> dict[str, Any]:
     return summary(loss, torch.cat(gradient))
 
 
-MEANS = {
-    "dapo": "token-mean",
-    "bnpo": "token-mean",
-    "grpo": "seq-mean-token-mean",
-    "dr_grpo": "seq-mean-token-sum-norm",
-}
+MEANS = {"dapo": "token-mean", "bnpo": "token-mean", "grpo": "seq-mean-token-mean"}
 
 
 def _averaged(tokens: Tensor, mask: Tensor, mode: str) -> Tensor:
@@ -284,10 +255,7 @@ def _averaged(tokens: Tensor, mask: Tensor, mode: str) -> Tensor:
 
 
 def verl(case: dict[str, Any]) -> dict[str, Any]:
-    """klamp's functions for verl: the driver's columns, the penalty of the actor's loss, the KL to a teacher.
-
-    verl itself is not needed: its average over tokens is above, two of its helpers are replaced by the identity.
-    """
+    """klamp's functions for verl, without verl: its average is above, the identity replaces two of its helpers."""
     from klamp.hosts.common.control import KLControl
     from klamp.hosts.verl import hooks
     from klamp.hosts.verl.driver import PER_TOKEN, StepSettings, columns
@@ -373,14 +341,8 @@ def unsloth(case: dict[str, Any]) -> dict[str, Any]:
         "ref_per_token_logps": w.logprobs("ref").detach(),
         "sampling_per_token_logps": w.logprobs("sampler").detach(),
     }
-    generation = Generation(
-        inputs=inputs,
-        old_logprobs=old,
-        rows=[{}] * len(w.ids),
-        lengths=w.mask.sum(-1),
-        group_size=GROUP,
-        accelerator=Alone(),
-    )
+    sizes: dict[str, Any] = {"rows": [{}] * len(w.ids), "lengths": w.mask.sum(-1), "group_size": GROUP}
+    generation = Generation(inputs=inputs, old_logprobs=old, accelerator=Alone(), **sizes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", klamp.KLWarning)
         inputs = prepared(generation, KLControl(c.kl), _tokenizer(), beta=c.kl.beta, reduction="token_mean")

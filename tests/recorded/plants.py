@@ -1,8 +1,4 @@
-"""Runs with something wrong in them, and sound ones: what each is, and what any seed of it must show.
-
-The faults are of two kinds. Some are of the machinery: a sampler that is not synced, a mask that loses a token. In the
-others nothing is wrong but what the run was asked to do.
-"""
+"""Runs with something wrong in the machinery or in what they were asked to do, and sound ones."""
 
 from __future__ import annotations
 
@@ -140,116 +136,63 @@ SCALED = {"loss_type": "grpo", "advantage_baseline": "mean"}
 """Advantages of the size 1, with which a few steps of a tiny model go far enough."""
 BUILT_IN: dict[str, Any] = {**ARITHMETIC, "prompts_per_step": 8}
 SOUND: dict[str, Any] = {**BUILT_IN, "learning_rate": 2e-4, "eval_size": 32, "max_steps": 40}
-TINY_REWARD: dict[str, Any] = {
-    "model": "gpt2",
-    "beta": 0.0,
-    "scale_rewards": "none",
-    "max_completion_length": 24,
-    "prompts_per_step": 6,
-    "num_generations": 8,
-    "learning_rate": 5e-3,
-    "lr_scheduler_type": "constant",
-}
+GROUPS: dict[str, Any] = {"prompts_per_step": 6, "num_generations": 8}
+TINY_REWARD: dict[str, Any] = {"model": "gpt2", "beta": 0.0, "scale_rewards": "none", "max_completion_length": 24}
+TINY_REWARD |= {**GROUPS, "learning_rate": 5e-3, "lr_scheduler_type": "constant"}
 """A small random model that takes up any reward within some tens of steps."""
-PADDED: dict[str, Any] = {
-    **TINY_REWARD,
-    "reward": f"{REWARDS}seven",
-    "beta": 0.1,
-    "learning_rate": 2e-3,
-    "max_steps": 40,
-}
+PADDED = TINY_REWARD | {"reward": f"{REWARDS}seven", "beta": 0.1, "learning_rate": 2e-3, "max_steps": 40}
 """The first character is learned and costs most of the KL; every further one takes something from the reward."""
-CUT: dict[str, Any] = {
-    "reward": f"{REWARDS}odd",
-    "beta": 0.05,
-    "max_completion_length": 2,
-    "prompts_per_step": 6,
-    "num_generations": 8,
-    "learning_rate": 2e-3,
-    "max_steps": 40,
-}
+CUT: dict[str, Any] = {"reward": f"{REWARDS}odd", "beta": 0.05, "max_completion_length": 2, **GROUPS}
+CUT |= {"learning_rate": 2e-3, "max_steps": 40}
 """Every answer is cut, from the start on, and rewarded all the same."""
 IN_THE = {"kl_estimator": "k1", "kl_horizon": "sequence"}
-
 LOW_TARGET: dict[str, Any] = {"target_kl": 1e-3, "kl_controller": "step"}
 UNHELD: dict[str, Any] = {"beta": 0.0, "kl_monitor": True}
 SHORT: dict[str, Any] = {**ARITHMETIC, "max_steps": 8}
 
+
+def faulty(
+    finds: Mapping[str, Steps], steps: int, plant: Plant | None = None, *, alone: bool = False, **changes: Any
+) -> Planted:
+    """A run of so many steps in which these alarms must rise."""
+    return Planted(finds=finds, plant=plant, alone=alone, changes={"max_steps": steps, **changes})
+
+
+DRAWN = {"advantage-scale": (1, 2)}
 FAULTY: dict[str, Planted] = {
-    "adapter-not-zero": Planted(
-        changes={"lora_r": 4, "max_steps": 1}, plant=_adapter_not_zero, finds={"step-zero-kl": (1, 1)}
+    "adapter-not-zero": faulty({"step-zero-kl": (1, 1)}, 1, _adapter_not_zero, lora_r=4),
+    "adapter-not-synced": faulty({"sampler-mismatch": (2, 10)}, 22, _stale_sampler, lora_r=4, **SCALED),
+    "exploded-not-synced": faulty(
+        {"huge-values": (3, 3), "k3-far-above-k1": (3, 3), "sampler-mismatch": ANY}, 3, _stale_and_exploding, **UNHELD
     ),
-    "adapter-not-synced": Planted(
-        changes={"lora_r": 4, "max_steps": 22, **SCALED}, plant=_stale_sampler, finds={"sampler-mismatch": (2, 10)}
+    "reference-that-follows": faulty(
+        {"detached-reference": ANY}, 22, _reference_that_follows, num_generations=8, learning_rate=1e-2
     ),
-    "exploded-not-synced": Planted(
-        changes={**UNHELD, "max_steps": 3},
-        plant=_stale_and_exploding,
-        finds={"huge-values": (3, 3), "k3-far-above-k1": (3, 3), "sampler-mismatch": ANY},
+    "one-wrong-update": faulty({"kl-spike": (9, 9)}, 10, _one_wrong_update, **ARITHMETIC | {"prompts_per_step": 12}),
+    "exploding-rate": faulty({"kl-spike": (2, 6), "kl-high": (2, 8)}, 8, learning_rate=1.0),
+    "cut-answers": faulty({"truncated": (5, 5)}, 6, **ARITHMETIC | {"max_completion_length": 2}),
+    "large-advantages": faulty(DRAWN, 2, reward=f"{REWARDS}hundred", scale_rewards="none"),
+    "divided-noise": faulty(DRAWN, 2, reward=f"{REWARDS}nearly_equal", scale_rewards="std"),
+    "low-target": faulty(
+        {"beta-runaway": (12, 28)}, 28, **ARITHMETIC | SCALED | LOW_TARGET | {"beta": 0.1, "learning_rate": 3e-4}
     ),
-    "reference-that-follows": Planted(
-        changes={"max_steps": 22, "num_generations": 8, "learning_rate": 1e-2},
-        plant=_reference_that_follows,
-        finds={"detached-reference": ANY},
+    "lost-end-token": faulty({"end-token-lost": (1, 2)}, 2, _mask_without_ends, log_completions=12),
+    "dr-grpo-with-a-rule": faulty({"dr-grpo-with-kl": (0, 1)}, 2, reward="", advantage_baseline="mean", beta=0.04),
+    "lost-skill": faulty(
+        {"retention": (12, 12)}, 12, **ARITHMETIC | {"learning_rate": 3e-3, "beta": 0.0, "eval_size": 32}
     ),
-    "one-wrong-update": Planted(
-        changes={**ARITHMETIC, "prompts_per_step": 12, "max_steps": 10},
-        plant=_one_wrong_update,
-        finds={"kl-spike": (9, 9)},
+    "little-learning": faulty({"kl-low": (20, 20)}, 20, learning_rate=1e-6, prompts_per_step=1),
+    "rate-hundredfold": faulty(
+        {"reward-collapse": (3, 40), "kl-far": (3, 40), "saturated": (20, 40)},
+        40,
+        **BUILT_IN | {"learning_rate": 1e-2, "warmup_steps": 10},
     ),
-    "exploding-rate": Planted(
-        changes={"learning_rate": 1.0, "max_steps": 8}, finds={"kl-spike": (2, 6), "kl-high": (2, 8)}
+    "drift": faulty({"kl-growing": (25, 32)}, 32, _drift, **UNHELD, reward=f"{REWARDS}constant", prompts_per_step=12),
+    "one-word": faulty(
+        {"repetition": ANY}, 60, **TINY_REWARD | {"reward": f"{REWARDS}sevens", "max_completion_length": 12}
     ),
-    "cut-answers": Planted(
-        changes={**ARITHMETIC, "max_completion_length": 2, "max_steps": 6}, finds={"truncated": (5, 5)}
-    ),
-    "large-advantages": Planted(
-        changes={"reward": f"{REWARDS}hundred", "scale_rewards": "none", "max_steps": 2},
-        finds={"advantage-scale": (1, 2)},
-    ),
-    "divided-noise": Planted(
-        changes={"reward": f"{REWARDS}nearly_equal", "scale_rewards": "std", "max_steps": 2},
-        finds={"advantage-scale": (1, 2)},
-    ),
-    "low-target": Planted(
-        changes={**ARITHMETIC, **SCALED, **LOW_TARGET, "beta": 0.1, "max_steps": 28, "learning_rate": 3e-4},
-        finds={"beta-runaway": (12, 28)},
-    ),
-    "lost-end-token": Planted(
-        changes={"max_steps": 2, "log_completions": 12}, plant=_mask_without_ends, finds={"end-token-lost": (1, 2)}
-    ),
-    "dr-grpo-with-a-rule": Planted(
-        changes={"reward": "", "advantage_baseline": "mean", "beta": 0.04, "max_steps": 2},
-        finds={"dr-grpo-with-kl": (0, 1)},
-    ),
-    "lost-skill": Planted(
-        changes={**ARITHMETIC, "learning_rate": 3e-3, "beta": 0.0, "max_steps": 12, "eval_size": 32},
-        finds={"retention": (12, 12)},
-    ),
-    "little-learning": Planted(
-        changes={"learning_rate": 1e-6, "max_steps": 20, "prompts_per_step": 1}, finds={"kl-low": (20, 20)}
-    ),
-    "rate-hundredfold": Planted(
-        changes={**BUILT_IN, "learning_rate": 1e-2, "warmup_steps": 10, "max_steps": 40},
-        finds={"reward-collapse": (3, 40), "kl-far": (3, 40), "saturated": (20, 40)},
-    ),
-    "drift": Planted(
-        changes={**UNHELD, "reward": f"{REWARDS}constant", "prompts_per_step": 12, "max_steps": 32},
-        plant=_drift,
-        finds={"kl-growing": (25, 32)},
-    ),
-    "one-word": Planted(
-        changes={**TINY_REWARD, "reward": f"{REWARDS}sevens", "max_completion_length": 12, "max_steps": 60},
-        finds={"repetition": ANY},
-    ),
-    "constant-reward": Planted(
-        changes={"reward": f"{REWARDS}constant", "max_steps": 20}, finds={"saturated": (20, 20)}
-    ),
-    "wrong-reference": Planted(
-        changes={"ref_model": "llama-elsewhere", "beta": 0.05, "max_steps": 1},
-        finds={"reference-differs": (1, 1)},
-        alone=True,
-    ),
+    "constant-reward": faulty({"saturated": (20, 20)}, 20, reward=f"{REWARDS}constant"),
+    "wrong-reference": faulty({"reference-differs": (1, 1)}, 1, alone=True, ref_model="llama-elsewhere", beta=0.05),
 }
 """Runs with a fault, by the names of their records."""
 

@@ -1,8 +1,4 @@
-"""The record of a run as it lies in the tree: as klamp wrote it, with short numbers and few completions.
-
-What is left out is what no alarm looks at, wall times above all, and completions of steps in which nothing was found.
-No path stays.
-"""
+"""The record of a run as it lies in the tree: short numbers, no paths or wall times, few completions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """What trainers and trackers log of each step: lines of JSON, TRL's state, event files, offline runs of W&B."""
 
-import json
 import math
 import os
 from pathlib import Path
@@ -24,12 +23,8 @@ from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 def test_a_line_is_a_step_under_klamps_names_and_without_a_step_it_is_counted(tmp_path: Path) -> None:
     history = read_metrics(lines(tmp_path, {"step": 3, "kl": 0.1, "reward": 1, "unknown": 7}, {"step": 5, "kl": 0.2}))
-    assert [(row.step, dict(row.metrics)) for row in history.rows] == [
-        (3, {"kl/k3": 0.1, "reward": 1.0}),
-        (5, {"kl/k3": 0.2}),
-    ]
-    assert history.source == "JSONL metrics"
-
+    assert [row.step for row in history.rows] == [3, 5] and history.source == "JSONL metrics"
+    assert [dict(row.metrics) for row in history.rows] == [{"kl/k3": 0.1, "reward": 1.0}, {"kl/k3": 0.2}]
     history = read_metrics(lines(tmp_path, {"kl": 0.1}, {"nothing": 1}, {"kl": 0.2}))
     assert [row.step for row in history.rows] == [1, 3], "a line without a known metric counts too"
 
@@ -85,14 +80,6 @@ def test_a_column_is_read_as_its_trainer_means(tmp_path: Path, row: dict, column
     assert ours is not None or not history.measures_kl
 
 
-def test_a_teacher_that_is_the_student_is_found_in_a_log_of_distillation(tmp_path: Path) -> None:
-    rows = [{"step": i, "teacher_kl": 0.0, "teacher_coef": 0.1, "reward": 0.2 + 0.05 * i} for i in range(4)]
-    diagnosis = examine(read_metrics(lines(tmp_path, *rows)))
-    assert [each.alarm.name for each in diagnosis.findings] == ["teacher-inert"] and not diagnosis.blind
-    rows = [{**row, "teacher_kl": 0.3 / (1 + row["step"])} for row in rows]
-    assert not examine(read_metrics(lines(tmp_path, *rows))).findings
-
-
 def test_a_gradient_that_is_nan_in_every_row_is_an_alarm(tmp_path: Path) -> None:
     rows = [{"step": i, "kl": 0.0, "grad_norm": math.nan, "loss": 0.1} for i in range(1, 9)]
     assert [each.alarm.name for each in examine(read_metrics(lines(tmp_path, *rows))).findings] == ["huge-values"]
@@ -123,25 +110,16 @@ def test_a_file_without_a_known_metric_is_refused(tmp_path: Path, rows: tuple, w
     assert "old_log_probs" in caught.value.fix
 
 
-def logged_by_verl(kl: list[float | None]) -> list[dict[str, object]]:
+def logged_by_verl(kl: list[float | None]) -> list[dict[str, Any]]:
     """Lines of verl's file logger, in its names: a validation before training, then steps with the next one."""
     before = {"val-core/gsm8k/acc/mean@8": 0.8, "val-aux/num_turns/mean": 2.0}
-    steps = [
-        {
-            "step": step,
-            "data": {
-                "training/global_step": step,
-                "actor/kl_loss": value,
-                "critic/score/mean": 0.5,
-                "response_length/clip_ratio": 0.0,
-                "response_length/mean": 20.0,
-                "actor/grad_norm": 1.0,
-            },
-        }
-        for step, value in enumerate(kl, start=1)
-    ]
-    steps[-1]["data"] = {**steps[-1]["data"], "val-core/gsm8k/acc/mean@8": 0.4}  # pyright: ignore[reportGeneralTypeIssues]
-    return [{"step": 0, "data": before}, *steps]
+    others = {"critic/score/mean": 0.5, "response_length/clip_ratio": 0.0, "response_length/mean": 20.0}
+    rows: list[dict[str, Any]] = [{"step": 0, "data": before}]
+    for step, value in enumerate(kl, start=1):
+        data = {"training/global_step": step, "actor/kl_loss": value, "actor/grad_norm": 1.0, **others}
+        rows.append({"step": step, "data": data})
+    rows[-1]["data"]["val-core/gsm8k/acc/mean@8"] = 0.4
+    return rows
 
 
 def test_verls_file_log(tmp_path: Path) -> None:
@@ -176,10 +154,8 @@ def test_names_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="unknown number in the rows of") as caught:
         read_metrics(mine, {"kl/k3": "note"})
     assert caught.value.why == "it has kl, my/kl, step"
-    verls = lines(tmp_path, *logged_by_verl([0.0, 0.1]))
-    history = read_metrics(verls, {"kl/k1": "actor/kl_loss"})
-    assert [row.metrics["kl/k1"] for row in history.rows] == [0.0, 0.1]
-    assert "kl/k3" not in history.names
+    history = read_metrics(lines(tmp_path, *logged_by_verl([0.0, 0.1])), {"kl/k1": "actor/kl_loss"})
+    assert [row.metrics["kl/k1"] for row in history.rows] == [0.0, 0.1] and "kl/k3" not in history.names
 
 
 def accuracy_reward(completions: list[str], **_: object) -> list[float]:
@@ -219,8 +195,7 @@ def test_the_state_of_a_real_run(trl_run: Path) -> None:
     # 8 completions and their prompts of 4 tokens a step
     assert totals == pytest.approx([sum(8 * (4 + length) for length in lengths[: n + 1]) for n in range(6)])
     diagnosis = examine(history)
-    alarms = found(diagnosis)
-    assert alarms["step-zero-kl"] == 1
+    assert found(diagnosis)["step-zero-kl"] == 1
     assert "settings.loss_type" in diagnosis.unchecked["dr-grpo-with-kl"]
     assert read_record(trl_run / "checkpoint-6" / "trainer_state.json").rows == history.rows
 
@@ -230,9 +205,7 @@ def test_its_tensorboard_folder_holds_the_arguments_too(trl_run: Path) -> None:
     history = read_record(events.parent)
     assert history.source == "TensorBoard"
     assert (history.settings.loss_type, history.settings.beta) == ("dr_grpo", 0.04)
-    alarms = found(examine(history))
-    assert alarms["dr-grpo-with-kl"] == 1
-    assert alarms["step-zero-kl"] == 1
+    assert found(examine(history)).items() >= {"dr-grpo-with-kl": 1, "step-zero-kl": 1}.items()
     state = read_record(trl_run / "checkpoint-6" / "trainer_state.json")
     assert [row.metrics["kl/k3"] for row in history.rows] == pytest.approx([r.metrics["kl/k3"] for r in state.rows])
 
@@ -268,13 +241,9 @@ def wandb_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An offline run with TRL's names, long enough to fill several blocks of its file."""
     wandb = pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("wandb")
-    run = wandb.init(
-        mode="offline",
-        project="klamp",
-        dir=str(folder),
-        config={"beta": 0.04, "loss_type": "dr_grpo", "scale_rewards": "group"},
-        settings=wandb.Settings(console="off", x_disable_stats=True),
-    )
+    config = {"beta": 0.04, "loss_type": "dr_grpo", "scale_rewards": "group"}
+    settings = wandb.Settings(console="off", x_disable_stats=True, x_disable_meta=True)
+    run = wandb.init(mode="offline", project="klamp", dir=str(folder), config=config, settings=settings)
     for step in range(1, 61):
         run.log({"train/global_step": step, "train/kl": 0.001 * step, "train/rewards/math_verify/mean": 0.5})
         run.log({"train/global_step": step, "train/grad_norm": 1e5 if step == 30 else 1.0, "note": "x" * 1000})
@@ -293,18 +262,15 @@ def test_an_offline_run(wandb_folder: Path) -> None:
         assert [row.metrics["kl/k3"] for row in history.rows] == pytest.approx([0.001 * i for i in range(1, 61)])
         assert (history.settings.beta, history.settings.loss_type) == (0.04, "dr_grpo")
         assert [row.metrics for row in history.evaluations] == [{"reward": 0.25}]
-    alarms = {f.alarm.name: f.first_step for f in examine(history).findings}
-    assert alarms == {"dr-grpo-with-kl": 1, "huge-values": 30}
+    assert found(examine(history)) == {"dr-grpo-with-kl": 1, "huge-values": 30}
 
 
 def test_a_run_that_was_killed_reads_up_to_there(wandb_folder: Path, tmp_path: Path) -> None:
     (file,) = wandb_folder.glob("wandb/offline-run-*/*.wandb")
     data = file.read_bytes()
-    cut = tmp_path / "run.wandb"
-    cut.write_bytes(data[: len(data) // 2])
-    rows = read_wandb(cut).rows
-    assert 10 < len(rows) < 60
-    assert [row.step for row in rows] == list(range(1, len(rows) + 1))
+    (tmp_path / "run.wandb").write_bytes(data[: len(data) // 2])
+    steps = [row.step for row in read_wandb(tmp_path / "run.wandb").rows]
+    assert 10 < len(steps) < 60 and steps == list(range(1, len(steps) + 1))
 
 
 def test_records_are_pieced_together_over_blocks(tmp_path: Path) -> None:
@@ -333,13 +299,9 @@ def test_several_tracked_runs_in_one_folder_are_not_mixed(wandb_folder: Path, tm
         read_record(tmp_path)
 
 
-STEPS = range(1, 4)
-
-
 @pytest.mark.parametrize(("log", "name"), [(log, name) for log in LOGS.values() for name in log.other_kl])
 def test_a_kl_that_is_not_read_is_said_to_be_what_its_trainer_says(tmp_path: Path, log: Any, name: str) -> None:
     marks = dict.fromkeys(log.marks[:1], 0.1)
-    file = tmp_path / "log.jsonl"
-    file.write_text("".join(json.dumps({"step": i, name: 0.1, "loss": 0.1, **marks}) + "\n" for i in STEPS))
+    file = lines(tmp_path, *({"step": step, name: 0.1, "loss": 0.1, **marks} for step in (1, 2, 3)))
     assert read_metrics(file).unread == {name: log.other_kl[name]}
     assert name not in read_metrics(file, {"kl/k3": name}).unread, "--map says what it is"

@@ -39,11 +39,8 @@ def test_a_trainer_state_by_hand(tmp_path: Path) -> None:
 
 
 def test_metrics_in_lines(tmp_path: Path) -> None:
-    file = lines(
-        tmp_path / "metrics.jsonl",
-        {"step": 1, "env/all/reward/total": 0.5, "optim/kl_sample_train_v1": 0.001},
-        {"step": 2, "env/all/reward/total": 0.6, "optim/kl_sample_train_v1": 0.1},
-    )
+    curves = {"step": [1, 2], "env/all/reward/total": [0.5, 0.6], "optim/kl_sample_train_v1": [0.001, 0.1]}
+    file = lines(tmp_path, *({name: curve[i] for name, curve in curves.items()} for i in range(2)))
     for path in (file, tmp_path):
         history = read_record(path)
         assert [row.metrics["reward"] for row in history.rows] == [0.5, 0.6]
@@ -117,35 +114,30 @@ def test_the_only_jsonl_of_a_folder_is_its_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("run/rows.jsonl", "completions"),
-        ("run/12.jsonl", "completions"),
-        ("run/step_1/rank_0.jsonl", "completions"),
-        ("run/metrics.jsonl", "a klamp run"),
+        *((name, "completions") for name in ("rows.jsonl", "12.jsonl", "step_1/rank_0.jsonl")),
+        ("metrics.jsonl", "a klamp run"),
     ],
 )
 def test_names_for_a_record_that_has_none_to_map(tmp_path: Path, name: str, why: str) -> None:
-    lines(tmp_path / name, {"step": 1, "policy_logprobs": [-0.1], "ref_logprobs": [-0.1]})
+    lines(tmp_path / "run" / name, {"step": 1, "policy_logprobs": [-0.1], "ref_logprobs": [-0.1]})
     if "klamp" in why:
         (tmp_path / "run" / "config.yaml").write_text("beta: 0.1")
     with pytest.raises(ConfigError, match="no names to map") as caught:
         read_record(tmp_path / "run", {"kl/k3": "my_kl"})
-    assert why in caught.value.why
-    assert "leave --map out" in caught.value.fix
-
-
-def written(folder: Path, text: str | bytes) -> Path:
-    file = folder / "file.json"
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return file
+    assert why in caught.value.why and "leave --map out" in caught.value.fix
 
 
 @pytest.mark.parametrize(
     ("text", "rows"),
-    [(b'{"a": 1}\n{"a": "\xc3', [{"a": 1}]), ('{"a": "one\u2028line"}\n', [{"a": "one\u2028line"}])],
+    [
+        ('{"a": 1}\n{"a": "\xe9'.encode()[:-1], [{"a": 1}]),
+        ('{"a": "one\u2028line"}\n'.encode(), [{"a": "one\u2028line"}]),
+    ],
     ids=["cut within a letter", "a separator of lines within a text"],
 )
-def test_a_line_ends_where_json_lines_end(tmp_path: Path, text: str | bytes, rows: list[dict[str, object]]) -> None:
-    assert list(json_lines(written(tmp_path, text))) == rows
+def test_a_line_ends_where_json_lines_end(tmp_path: Path, text: bytes, rows: list[dict[str, object]]) -> None:
+    (tmp_path / "file.json").write_bytes(text)
+    assert list(json_lines(tmp_path / "file.json")) == rows
 
 
 @pytest.fixture
@@ -164,10 +156,8 @@ def folder(tmp_path: Path) -> Path:
 def test_everything_is_read_and_a_caution_once_though_a_resumed_run_says_it_again(folder: Path) -> None:
     (folder / "summary.json").write_text(json.dumps({"rl_skill": "addition"}))
     history = read_record(folder)
-    assert [(row.step, row.metrics) for row in history.rows] == [
-        (1, {"reward": 0.5}),
-        (2, {"reward": 0.75, "kl/k3": 0.1}),
-    ]
+    steps = [(row.step, row.metrics) for row in history.rows]
+    assert steps == [(1, {"reward": 0.5}), (2, {"reward": 0.75, "kl/k3": 0.1})]
     assert [(row.step, row.metrics) for row in history.evaluations] == [(0, {"addition": 0.5}), (2, {"addition": 0.75})]
     first, second = history.completions[2]
     assert first.log_ratios() == [(0, 0.5)] and first.group == "2+2=" and first.ended is None

@@ -29,29 +29,19 @@ def token_logprobs(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0], (1, 0))
 
 
-@torch.no_grad()
-def sampled(model: nn.Module) -> Tensor:
-    """Sequences with a random prompt, drawn token by token; the end token is not special here."""
-    torch.manual_seed(0)
-    ids = torch.randint(4, len(arithmetic_tokenizer()), (ROWS, PROMPT))
-    for _ in range(LENGTH):
-        ids = torch.cat([ids, model(ids).logits[:, -1].softmax(-1).multinomial(1)], -1)
-    return ids
-
-
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Any]:
     """Tokens of a policy, their log-probabilities under it, under a reference, and under what it was before."""
     policy, ref, old = tiny_llama(), tiny_llama(), tiny_llama()
     disturb(policy, size=0.01)
     disturb(old, seed=2, size=0.05)
-    ids = sampled(policy)
-    return {
-        "ids": ids.tolist(),
-        "policy": token_logprobs(policy, ids).tolist(),
-        "ref": token_logprobs(ref, ids).tolist(),
-        "old": token_logprobs(old, ids).tolist(),
-    }
+    torch.manual_seed(0)
+    ids = torch.randint(4, len(arithmetic_tokenizer()), (ROWS, PROMPT))
+    with torch.no_grad():
+        for _ in range(LENGTH):  # the end token is not special here
+            ids = torch.cat([ids, policy(ids).logits[:, -1].softmax(-1).multinomial(1)], -1)
+    models = {"policy": policy, "ref": ref, "old": old}
+    return {"ids": ids.tolist(), **{name: token_logprobs(model, ids).tolist() for name, model in models.items()}}
 
 
 def prime_rl(rows: dict[str, Any], i: int, **changes: Any) -> dict[str, Any]:
@@ -106,11 +96,8 @@ def test_a_mask_too_long_or_too_short(tmp_path: Path, rows: dict[str, Any], mask
 
 
 def test_an_engine_with_old_weights(tmp_path: Path, rows: dict[str, Any]) -> None:
-    def stale(i: int) -> list[float]:
-        return [0.0] * PROMPT + rows["old"][i][PROMPT:]
-
-    lines = [prime_rl(rows, i, inference_logprobs=stale(i)) for i in range(ROWS)]
-    found = diagnose(tmp_path, lines)
+    stale = [[0.0] * PROMPT + rows["old"][i][PROMPT:] for i in range(ROWS)]
+    found = diagnose(tmp_path, [prime_rl(rows, i, inference_logprobs=stale[i]) for i in range(ROWS)])
     assert "sampler-mismatch" in names(found) and "mask-on-prompt" not in names(found)
     (finding,) = [f for f in found.findings if f.alarm.name == "sampler-mismatch"]
     assert finding.evidence.tokens[0].position >= PROMPT
@@ -142,8 +129,7 @@ def test_verl_rows(tmp_path: Path, rows: dict[str, Any]) -> None:
     diagnosis = diagnose(tmp_path, [verl(rows, i) for i in range(ROWS)], "1.jsonl")
     assert diagnosis.history.source == "verl rollouts"
     assert names(diagnosis) == ["step-zero-kl"], "the policy has moved, and the record says that this is step 1"
-    later = [verl(rows, i, step=7) for i in range(ROWS)]
-    assert names(diagnose(tmp_path / "later", later, "7.jsonl")) == []
+    assert names(diagnose(tmp_path / "later", [verl(rows, i, step=7) for i in range(ROWS)], "7.jsonl")) == []
     policy, ref = (torch.tensor(rows[name])[:, PROMPT:] for name in ("policy", "ref"))
     assert diagnosis.history.rows[0].metrics["kl/k1"] == pytest.approx(float((policy - ref).mean()), rel=1e-5)
     assert diagnosis.history.rows[0].metrics["length/mean"] == LENGTH
@@ -287,12 +273,7 @@ def test_a_teacher_that_falls_silent_in_a_file_of_completions(tmp_path, teacher,
 
 def test_groups_repetition_and_the_prompts_of_a_step() -> None:
     said = completion(tokens=tuple("ababab"), policy=(-1.0,) * 6, ref=None, reward=1.0, group="p")
-    rows = [
-        said,
-        completion(reward=0.0, group="p"),
-        completion(reward=0.5, group="q"),
-        completion(reward=0.5, group="q"),
-    ]
+    rows = [said, completion(reward=0.0, group="p"), *[completion(reward=0.5, group="q")] * 2]
     found = completion_metrics(rows)
     assert found["length/repeated"] == pytest.approx(3 / 15), "ab, ba, ab, ba, ab: three were there before"
     assert found["reward_std"] == pytest.approx(math.sqrt(0.5) / 2) and found["groups/saturated"] == 0.5

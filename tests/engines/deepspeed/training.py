@@ -1,7 +1,4 @@
-"""What each of two processes does: klamp's KL in TRL, under DDP or under a stage of ZeRO: KIND FOLDER.
-
-The results of a process go into FOLDER/KIND-RANK.json; see test_stages.
-"""
+"""What each of two processes does for test_stages: KIND FOLDER; its results go into FOLDER/KIND-RANK.json."""
 
 import json
 import os
@@ -21,13 +18,8 @@ from klamp.trl import attach, effective
 
 STAGES = {"ddp": None, "zero2": 2, "zero3": 3}
 STEPS = {"max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4, "learning_rate": 1e-2}
-CLIPPED = {
-    "kl_clip_method": "hard",
-    "kl_clip_threshold": 0.01,
-    "target_kl": 0.05,
-    "kl_exclude_tokens": ["<eos>"],
-    "gradient_accumulation_steps": 2,
-}
+CLIPPED = {"kl_clip_method": "hard", "kl_clip_threshold": 0.01, "target_kl": 0.05}
+CLIPPED |= {"kl_exclude_tokens": ["<eos>"], "gradient_accumulation_steps": 2}
 SGD = {"beta": 0.3, "optim": "sgd", "learning_rate": 0.1, "num_iterations": 2, "gradient_accumulation_steps": 2}
 """AdamW would make steps of full size out of rounding, where a gradient is 0."""
 CASES: dict[str, dict[str, Any]] = {
@@ -53,12 +45,8 @@ def settings(stage: int | None) -> dict[str, Any]:
         sharding["stage3_param_persistence_threshold"] = 0  # so small a model would not be split at all
         sharding["stage3_gather_16bit_weights_on_model_save"] = True  # a checkpoint has whole weights
     same = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "train_batch_size")
-    config = {
-        **dict.fromkeys(same, "auto"),
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": sharding,
-    }
+    config = {**dict.fromkeys(same, "auto"), "zero_optimization": sharding}
+    config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
     return {"deepspeed": config, "use_cpu": False, "accelerator_config": {"use_configured_state": True}}
 
 

@@ -1,8 +1,4 @@
-"""Unsloth patches TRL and transformers for the whole process, so it comes before anything of them is imported.
-
-Without a GPU it is talked into patching TRL all the same, and a plain tiny model takes the place of one of its own.
-With one, only test_gpu.py runs, on Unsloth as it is.
-"""
+"""Unsloth patches TRL before anything imports it. Without a GPU a plain tiny model takes the place of its own."""
 
 import torch
 

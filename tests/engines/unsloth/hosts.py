@@ -90,22 +90,11 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 def arguments(folder: Any, **options: Any) -> Any:
     """Arguments of Unsloth's that log to nobody; what is not named keeps Unsloth's default."""
-    defaults: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": not torch.cuda.is_available(),
-        "num_generations": 4,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "max_completion_length": LENGTH,
-        "gradient_checkpointing": False,
-        "optim": "adamw_torch",
-        "save_strategy": "no",
-        "max_steps": 2,
-        "disable_tqdm": True,
-        "report_to": "none",
-        "loss_type": "grpo",
-        "beta": 0.0,  # a model in memory only has no path to load a reference from
-    }
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": LENGTH, "max_steps": 2}
+    silent = {"output_dir": str(folder), "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
+    steps = {"gradient_accumulation_steps": 1, "gradient_checkpointing": False, "optim": "adamw_torch"}
+    loss = {"loss_type": "grpo", "beta": 0.0}  # a model in memory only has no path to load a reference from
+    defaults = {"use_cpu": not torch.cuda.is_available(), **sizes, **silent, **steps, **loss}
     return trl.GRPOConfig(**(defaults | options))
 
 

@@ -68,11 +68,9 @@ def expected(host: Any, kl: KLConfig, inputs: dict[str, Any]) -> Tensor:
     carries = kl_tokens(inputs["completion_ids"], mask, excluded) if kl.excludes else mask
     advantages = torch.tensor(list(host._logs["advantages"])[-len(mask) :])
     length = float(kl.kl_reference_length or 1)
-    batch = flat_batch(
-        policy_logprobs=policy, mask=mask, advantages=advantages, ref_logprobs=ref,
-        kl_mask=carries if kl.excludes else None,
-        group_size=4, reference_length=length, sampler_logprobs=policy.detach(),
-    )  # fmt: skip
+    known = {"policy_logprobs": policy, "ref_logprobs": ref, "sampler_logprobs": policy.detach(), "mask": mask}
+    known |= {"kl_mask": carries if kl.excludes else None, "group_size": 4, "reference_length": length}
+    batch = flat_batch(**known, advantages=advantages)
     term = kl.build_term()
     if kl.kl_placement == "reward":
         spent = ((policy - ref) * mask).sum(-1).detach().view(-1, 4)
@@ -140,10 +138,9 @@ def test_attaching_changes_beta_and_nothing_else_of_the_arguments(tmp_path: Path
 
 @pytest.mark.gate
 def test_klamps_own_classes_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    text = r"once Unsloth has patched TRL[\s\S]*klamp.trl.attach\(trainer, KLConfig"
     for build in (lambda: klamp.trl.GRPOConfig(output_dir=str(tmp_path)), lambda: klamp.trl.GRPOTrainer(model())):
-        with pytest.raises(
-            ConfigError, match=r"once Unsloth has patched TRL[\s\S]*klamp.trl.attach\(trainer, KLConfig"
-        ):
+        with pytest.raises(ConfigError, match=text):
             build()
 
 
@@ -269,16 +266,14 @@ def test_a_stock_trainer(tmp_path: Path) -> None:
 
 
 def test_an_attached_one(tmp_path: Path) -> None:
-    host = attached(tmp_path, KLConfig(beta=0.25, target_kl=0.1))
-    effect = klamp.trl.effective(host)
+    effect = klamp.trl.effective(attached(tmp_path, KLConfig(beta=0.25, target_kl=0.1)))
     (term,) = effect.terms
-    assert (term.term, term.beta) == ("klamp's", 0.25)
+    assert (term.term, term.beta, effect.reference) == ("klamp's", 0.25, "a frozen copy in memory")
     assert term.controller == "hold controller from 0.25, towards 0.1 nats per token"
     assert term.price.startswith("0.333 x the standard deviation of a group's rewards per nat of a whole completion")
-    assert effect.reference == "a frozen copy in memory"
-    assert effect.normalizer == ("mean over completions of the mean over tokens (Unsloth's own, loss_type='grpo')")
+    assert effect.normalizer == "mean over completions of the mean over tokens (Unsloth's own, loss_type='grpo')"
     assert f"{K3_STOPS}; klamp's KL has none of these clamps" in effect.notes
-    assert "Unsloth's own k3 stops" in str(klamp.trl.effective(host))
+    assert "Unsloth's own k3 stops" in str(effect)
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [

@@ -57,14 +57,10 @@ def test_a_reference_that_unsloth_has_loaded(tmp_path: Path) -> None:
     assert host.ref_model is loaded
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE": "1"},
-        {"UNSLOTH_GRPO_LOSS_AGGREGATION": "prompt"},
-        {"UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE": "1", "UNSLOTH_GRPO_LOSS_AGGREGATION": "prompt"},
-    ],
-)
+EXCLUDED, BY_PROMPT = {"UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE": "1"}, {"UNSLOTH_GRPO_LOSS_AGGREGATION": "prompt"}
+
+
+@pytest.mark.parametrize("environment", [EXCLUDED, BY_PROMPT, EXCLUDED | BY_PROMPT])
 def test_weights_of_completions(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An average of Unsloth's that TRL does not have; asked for in the environment."""
     for name, value in environment.items():

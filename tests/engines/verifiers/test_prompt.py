@@ -1,7 +1,4 @@
-"""verifiers 0.1.3, the trainer of source document 004: it scores completions without their prompts, and klamp says so.
-
-Its own functions build the masks and score, on tokens that a model of a few thousand weights sampled.
-"""
+"""verifiers 0.1.3 scores completions without their prompts, and klamp says so; document 004 has its trainer."""
 
 import copy
 from types import SimpleNamespace
@@ -105,9 +102,7 @@ def test_another_prompt_changes_nothing_but_the_first_token(policy: Any, process
 def test_the_check_says_that_the_trainer_does_not_see_the_prompt(policy: Any, processed: Any) -> None:
     found = report(policy, processed, visible=False)
     sampler, trainer = found.sides
-    assert not found.in_sync
-    assert sampler.is_right
-    assert trainer.nearest == HIDDEN
+    assert not found.in_sync and sampler.is_right and trainer.nearest == HIDDEN
     assert trainer.gaps[HIDDEN] < 1e-5 < trainer.gaps[WEIGHTS]
     assert "does not see the prompt" in str(found)
 

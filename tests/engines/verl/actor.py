@@ -44,8 +44,7 @@ class Step:
         mask = torch.arange(tokens) < lengths[:, None]
         old, ref = (policy + scale * normal(rows, tokens) for scale in (0.1, 0.5))
         advantages = normal(rows, 1).expand(rows, tokens)
-        zeroed = (torch.where(mask, x, 0).clamp(max=0) for x in (policy, old, ref))
-        policy, old, ref = zeroed
+        policy, old, ref = (torch.where(mask, x, 0).clamp(max=0) for x in (policy, old, ref))
         return cls(policy=policy.requires_grad_(), old=old, ref=ref, mask=mask, advantages=advantages * mask)
 
     def rows(self, some: slice) -> Step:
@@ -74,22 +73,15 @@ def actor_loss(
     columns: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """(loss, metrics) of `verl.workers.utils.losses.ppo_loss`; `options` are fields of ActorConfig.
+    """(loss, metrics) of verl's `ppo_loss`; `options` are fields of ActorConfig, `columns` are the driver's.
 
-    Where the step is a part of a mini-batch, that has so many trained tokens and rows. Nested, every token is trained
-    on. `columns` are what klamp's driver added to the batch.
+    `tokens` and `rows` are the counts of the mini-batch, if the step is a part of one. Nested, every token is trained.
     """
     added = dict(columns or {})
     if "advantages" in added:
         step = replace(step, advantages=added.pop("advantages"))
-    policy_loss = PolicyLossConfig(loss_mode=loss_mode)
-    config = ActorConfig(
-        strategy="fsdp",
-        rollout_n=2,
-        ppo_micro_batch_size_per_gpu=1,
-        policy_loss=policy_loss,
-        **{"clip_ratio_c": UNCLIPPED_BELOW, **options},
-    )
+    options = {"clip_ratio_c": UNCLIPPED_BELOW, "policy_loss": PolicyLossConfig(loss_mode=loss_mode), **options}
+    config = ActorConfig(strategy="fsdp", rollout_n=2, ppo_micro_batch_size_per_gpu=1, **options)
     count, _ = step.mask.shape
     prompt = torch.ones(count, 1, dtype=torch.long)
     data = TensorDict(
@@ -128,11 +120,11 @@ def _ragged(values: Tensor, mask: Tensor) -> Tensor:
 
 def _without_padding(step: Step) -> Tensor:
     """The flat layout of verl's engines: one prompt token per row, each number one place before its token."""
-    ends = [torch.cat([row[kept], row.new_zeros(1)]) for row, kept in zip(step.policy, step.mask, strict=True)]
-    return torch.cat(ends)
+    return torch.cat(
+        [torch.cat([row[kept], row.new_zeros(1)]) for row, kept in zip(step.policy, step.mask, strict=True)]
+    )
 
 
 def gradient(loss: Tensor, step: Step) -> Tensor:
     """d loss / d policy log-probabilities. [B, T]"""
-    (slope,) = torch.autograd.grad(loss, step.policy, allow_unused=False)
-    return slope
+    return torch.autograd.grad(loss, step.policy)[0]

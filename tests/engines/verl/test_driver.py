@@ -21,7 +21,6 @@ from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
 from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import measure, prepare, sequence_gate_kl
-from klamp.core.types import Batch
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.verl.driver import BETA, Driver, StepSettings, columns
 from klamp.hosts.verl.overrides import LOSS_FIELDS, name_of
@@ -38,12 +37,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "excluded tokens": {"kl_exclude_tokens": (2, 5)},
     "exclusions and a clip": {**CLIPPED, "kl_exclude_tokens": (2,)},
     "a KL in the advantage": {"kl_placement": "advantage", "kl_estimator": "k1"},
-    "a clipped one over the rest": {
-        **CLIPPED,
-        "kl_placement": "advantage",
-        "kl_estimator": "k1",
-        "kl_horizon": "sequence",
-    },
+    "a clipped one over the rest": {**CLIPPED, **IN_REWARD, "kl_placement": "advantage"},
     "a KL in the reward, clipped": {**CLIPPED, **IN_REWARD},
     "a KL in the reward, bounded": {**IN_REWARD, "kl_max_log_ratio": 0.3},
     "a target": {"target_kl": 0.05},
@@ -74,16 +68,13 @@ def sampled_of(step: Step, shuffled: Tensor, *, seed: int = 3) -> tuple[dict[str
     ids = torch.randint(0, 10, step.mask.shape, generator=generator)
     rewards = torch.randn(len(step.mask), generator=generator, dtype=step.old.dtype)
     prompts = [f"prompt {row // GROUP}" for row in range(len(step.mask))]
-    found = {
-        "responses": ids,
-        "response_mask": step.mask,
-        "old_log_probs": step.old,
-        "ref_log_prob": step.ref,
-        "rollout_log_probs": step.old,
-        "advantages": step.advantages,
-        "rm_scores": rewards,
-    }
+    found = {"responses": ids, "response_mask": step.mask, "advantages": step.advantages, "rm_scores": rewards}
+    found |= {"old_log_probs": step.old, "rollout_log_probs": step.old, "ref_log_prob": step.ref}
     return {name: column[shuffled] for name, column in found.items()}, [prompts[int(row)] for row in shuffled]
+
+
+def of_group(rewards: Tensor) -> Tensor:
+    return group_advantages(rewards, GROUP, baseline="leave_one_out", scale="none")
 
 
 def expected_loss(step: Step, ids: Tensor, rewards: Tensor, kl: KLConfig, average: str) -> Tensor:
@@ -101,17 +92,11 @@ def expected_loss(step: Step, ids: Tensor, rewards: Tensor, kl: KLConfig, averag
     before = replace(batch, policy_logprobs=step.old)
     batch = changed(batch, gate_kl=sequence_gate_kl(measure(before, term)) if term.clip_method != "none" else None)
     if term.placement == "reward":
-        batch = replace(batch, advantages=_in_reward(replace(batch, policy_logprobs=step.old), rewards, kl))
+        priced = prepare(replace(batch, policy_logprobs=step.old), term)
+        batch = replace(batch, advantages=advantages_with_kl(rewards, priced, beta=0.3, advantages=of_group))
     longest = step.mask.shape[1] if average == "seq-mean-token-sum-norm" else None
     objective = objective_of(reduction=AVERAGES[average], max_length=longest, beta=0.3, kl=term)  # pyright: ignore[reportArgumentType]
     return grpo_loss(batch, objective).loss
-
-
-def _in_reward(batch: Batch, rewards: Tensor, kl: KLConfig) -> Tensor:
-    def formed(of: Tensor) -> Tensor:
-        return group_advantages(of, GROUP, baseline="leave_one_out", scale="none")
-
-    return advantages_with_kl(rewards, prepare(batch, kl.build_term()), beta=0.3, advantages=formed)
 
 
 @pytest.mark.gate
@@ -125,8 +110,7 @@ def test_the_loss_is_klamps_own(term: str, average: str) -> None:
     back = torch.argsort(order)
     ordered, _ = sampled_of(step, torch.arange(6))
     if kl.kl_placement == "reward":
-        plain = group_advantages(ordered["rm_scores"], GROUP, baseline="leave_one_out", scale="none")
-        step = replace(step, advantages=plain.unsqueeze(-1) * step.mask)
+        step = replace(step, advantages=of_group(ordered["rm_scores"]).unsqueeze(-1) * step.mask)
     added, _ = columns(*sampled_of(step, order), KLControl(kl), Tokenizer(), settings(average, leave_one_out=True))
     added = {name: column[back] for name, column in added.items()}
     name = name_of(kl, LOSS_FIELDS)
@@ -198,16 +182,10 @@ def test_columns_go_into_the_queue_and_rows_that_fill_up_carry_nothing(tmp_path:
     lengths = step.mask.sum(-1).tolist()
     sampled, _ = sampled_of(step, torch.arange(7))
     excluded = int(sampled["responses"][0, 0])
-    kl = KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.1, kl_reference_length=4)
-    kl = replace(kl, kl_exclude_tokens=(excluded,), target_kl=0.05)
-    token = {
-        "responses": sampled["responses"],
-        "response_mask": step.mask.long(),
-        "rm_scores": sampled["rm_scores"].unsqueeze(-1) * step.mask,
-        "old_log_probs": step.old,
-        "ref_log_prob": step.ref,
-        "advantages": step.advantages,
-    }
+    clip: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1, "kl_reference_length": 4}
+    kl = KLConfig(beta=0.3, **clip, kl_exclude_tokens=(excluded,), target_kl=0.05)
+    token = {name: sampled[name] for name in ("responses", "old_log_probs", "ref_log_prob", "advantages")}
+    token |= {"response_mask": step.mask.long(), "rm_scores": sampled["rm_scores"].unsqueeze(-1) * step.mask}
     data = TensorDict({name: ragged(each, lengths) for name, each in token.items()}, batch_size=[7])
     data["uid"] = NonTensorStack(*["b", "a", "b", "a", "a", "b", "filling"])
     queue, hooked = Queue(data), trainer_base.PPOTrainer

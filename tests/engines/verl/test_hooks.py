@@ -18,12 +18,8 @@ from klamp.hosts.verl import hooks
 from klamp.verl import register
 
 OWN_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "abs+", "mse+", "low_var_kl+", "k3+")
-AVERAGES = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "sequence_sum",
-    "seq-mean-token-sum-norm": "fixed_length",
-}
+AVERAGES = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum": "sequence_sum"}
+AVERAGES |= {"seq-mean-token-sum-norm": "fixed_length"}
 TERMS = (
     "klamp",
     "klamp:kl_gradient=forward",
@@ -91,12 +87,9 @@ def test_verls_own_names_mean_what_they_meant() -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_a_second_call_changes_nothing() -> None:
-    def hooked() -> list[object]:
-        return [losses.kl_penalty, losses.ppo_loss]
-
-    before = hooked()
+    before = losses.kl_penalty, losses.ppo_loss
     register()
-    assert hooked() == before
+    assert (losses.kl_penalty, losses.ppo_loss) == before
 
 
 @pytest.mark.usefixtures("registered")
@@ -111,12 +104,8 @@ def test_outside_of_the_actors_loss_it_raises() -> None:
 def test_a_plain_kl_in_the_reward_is_verls_own_k1() -> None:
     """What `overrides` names for it: beta times the log-ratio, from each token's reward."""
     step = Step.random()
-    tensors = {
-        "response_mask": step.mask.long(),
-        "token_level_scores": torch.zeros_like(step.old),
-        "old_log_probs": step.old,
-        "ref_log_prob": step.ref,
-    }
+    tensors = {"response_mask": step.mask.long(), "token_level_scores": torch.zeros_like(step.old)}
+    tensors |= {"old_log_probs": step.old, "ref_log_prob": step.ref}
     control = algorithms.get_kl_controller(KLControlConfig(type="fixed", kl_coef=0.2))
     data, _ = apply_kl_penalty(DataProto.from_dict(tensors=tensors), control, kl_penalty="kl")
     torch.testing.assert_close(data.batch["token_level_rewards"], -0.2 * (step.old - step.ref) * step.mask)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from tensordict import TensorDict
 from tests.batches import flat_batch, objective_of
+from tests.engines.verl.test_hooks import AVERAGES
 from tests.engines.verl.test_overrides import composed
 from torch import Tensor
 from verl.trainer.distillation import losses
@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.gate, pytest.mark.filterwarnings("ignore::klamp.errors
 
 PROMPT, LENGTHS, VOCABULARY, HEAD = 2, (4, 1, 3), 9, 4
 BETA, COEF = 0.2, 0.3
-AVERAGES = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum": "sequence_sum"}
 MODEL = "/models/teacher"
 FORWARD = "teacher_estimator=topk,teacher_direction=forward"
 OWN = ("kl", "abs", "k2", "k3", "forward_kl_topk")
@@ -52,6 +51,12 @@ class World:
         self.sizes = [PROMPT + length for length in LENGTHS]
         self.following = torch.cat([row.roll(-1) for row in self.tokens.split(self.sizes)])
         self.mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+
+    @classmethod
+    def without_reward(cls) -> "World":
+        world = cls(torch.float64)
+        world.advantages = torch.zeros_like(world.advantages)
+        return world
 
     def rows(self, flat: Tensor) -> list[Tensor]:
         """The tokens of each completion, of what stands one place before its token."""
@@ -134,12 +139,11 @@ def nested(rows: list[Tensor]) -> Tensor:
 
 def slope(loss: Tensor, world: World) -> Tensor:
     """d loss / d logits of the student."""
-    (found,) = torch.autograd.grad(loss, world.student)
-    return found
+    return torch.autograd.grad(loss, world.student)[0]
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("average", [name for name, reduction in AVERAGES.items() if reduction != "fixed_length"])
 @pytest.mark.parametrize("name", named())
 def test_the_loss_is_klamps_own(name: str, average: str) -> None:
     """Reward, reference and teacher at once; of a head verl's own sums are in float32."""
@@ -161,10 +165,9 @@ def test_the_teacher_alone_has_the_coefficient_too() -> None:
     found, metrics = world.verl_loss("klamp", "token-mean", topk=False, use_task_rewards=False)
     policy, said = world.padded(world.logprobs(world.student)), world.padded(world.logprobs(world.teacher))
     assert found.item() == pytest.approx(COEF * (policy - said)[world.mask].mean().item(), abs=1e-9)
-    with_zero_reward = World(torch.float64)
-    with_zero_reward.advantages = torch.zeros(len(LENGTHS), dtype=torch.float64)
-    whole, _ = with_zero_reward.verl_loss("klamp", "token-mean", topk=False)
-    assert not torch.equal(slope(whole, with_zero_reward), slope(found, world)), "the reference is left out"
+    unrewarded = World.without_reward()
+    whole, _ = unrewarded.verl_loss("klamp", "token-mean", topk=False)
+    assert not torch.equal(slope(whole, unrewarded), slope(found, world)), "the reference is left out"
     assert "actor/pg_loss" not in metrics
 
 
@@ -178,8 +181,7 @@ def test_what_is_measured_of_it(name: str) -> None:
     expected = {"teacher/k1": delta.mean(), "teacher/kl": ((-delta).exp() - 1 + delta).mean()}
     if name != "klamp":
         sized = TeacherConfig(**{**vars(teacher), "teacher_top_k": HEAD if teacher.head_size else 0})
-        alone = World(torch.float64)
-        alone.advantages = torch.zeros(len(LENGTHS), dtype=torch.float64)
+        alone = World.without_reward()
         whole = alone.klamp_loss(sized, "token-mean") - alone.klamp_loss(sized, "token-mean", coefficient=0.0)
         expected = {"teacher/kl": whole / COEF}
     found = {key: each.aggregate() for key, each in metrics.items() if key in ("teacher/k1", "teacher/kl")}
@@ -215,31 +217,29 @@ def test_verls_own_losses_mean_what_they_meant() -> None:
         assert torch.equal(loss, before[name][0]) and torch.equal(gradient, before[name][1]), name
 
 
-def distillation(config: DictConfig) -> DistillationConfig:
-    """What verl makes of its section, as its trainer and each worker do."""
-    return omega_conf_to_dataclass(config.distillation)
+def comes_back(teacher: TeacherConfig, *arguments: str) -> tuple[DistillationConfig, Any]:
+    """What verl makes of its section, as its trainer and each worker do, and the only term that klamp names."""
+    config = composed([*overrides(KLConfig(beta=0), teacher), *arguments])
+    (term,) = effective(config).terms
+    return omega_conf_to_dataclass(config.distillation), term
 
 
 @pytest.mark.usefixtures("registered")
 def test_a_head_comes_back() -> None:
     head = {"teacher_direction": "forward", "teacher_head": "teacher", "teacher_tail": "bucket", "teacher_top_k": 7}
     teacher = TeacherConfig(teacher_model=MODEL, teacher_estimator="topk", **head)
-    config = composed([*overrides(KLConfig(beta=0), teacher), "actor_rollout_ref.rollout.name=vllm"])
-    found = distillation(config)
+    found, term = comes_back(teacher, "actor_rollout_ref.rollout.name=vllm")
     assert found.distillation_loss.topk == 7 and found.distillation_loss.loss_settings.use_topk
     (model,) = found.teacher_models.values()
     assert model.inference.engine_kwargs["vllm"]["max_logprobs"] == 7, "what its engine is asked for"
-    (term,) = effective(config).terms
     assert term.gradient.endswith("KL(teacher||policy)")
 
 
 @pytest.mark.usefixtures("registered")
 def test_several_teachers_come_back() -> None:
     several = TeacherConfig(teacher_models=("math=/models/a", "code=/models/it's"), teacher_key="subject")
-    config = composed([*overrides(KLConfig(beta=0), several), "data.max_response_length=77"])
-    found = distillation(config)
+    found, term = comes_back(several, "data.max_response_length=77")
     assert found.teacher_key == "subject" and found.n_gpus_per_node == 2
     assert {key: each.model_path for key, each in found.teacher_models.items()} == several.models
     assert {each.inference.prompt_length for each in found.teacher_models.values()} == {512 + 77}, "as of a single one"
-    (term,) = effective(config).terms
     assert "/models/a, /models/it's" in term.term

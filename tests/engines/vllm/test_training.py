@@ -14,26 +14,12 @@ HERE = Path(__file__).parent
 SAME = 1e-4
 """How far two float32 kernels may be apart in the log-probability of one token of the built-in model.
 
-Its logits are about 20, and a float32 forward is right to some 30 eps of that, 7e-5; how far exactly depends on the
-weights that this processor has taught it. Means over tokens are right to 1e-6. Old weights would show: one update moves
-the token that it moves most by 0.1 nats and more.
+Its logits are about 20, where 30 eps are 7e-5. Old weights would show: an update moves some token by 0.1 nats and more.
 """
 
-SIZES = {
-    "prompts_per_step": 4,
-    "max_completion_length": 8,
-    "max_steps": 5,
-    "learning_rate": 5e-4,
-    "warmup_steps": 0,
-    "beta": 0.02,
-    "kl_off_policy": "token",
-    "eval_size": 4,
-    "eval_every": 0,
-    "train_size": 64,
-    "log_completions": 32,
-    "log_completions_every": 1,
-    "report_to": "none",
-}
+SIZES = {"prompts_per_step": 4, "max_completion_length": 8, "max_steps": 5, "train_size": 64, "eval_size": 4}
+SIZES |= {"learning_rate": 5e-4, "warmup_steps": 0, "beta": 0.02, "kl_off_policy": "token", "eval_every": 0}
+SIZES |= {"log_completions": 32, "log_completions_every": 1, "report_to": "none"}
 
 
 def ran(**changes: Any) -> Any:

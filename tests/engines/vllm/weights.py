@@ -1,7 +1,4 @@
-"""New weights for a vLLM server without a GPU: by a file that the variable WEIGHTS names, in the place of NCCL.
-
-The server's worker imports this module, since `--worker-extension-cls` names it; `use_here` is for the trainer.
-"""
+"""New weights for a vLLM server without a GPU: a file, which the variable WEIGHTS names, replaces NCCL."""
 
 import os
 import time

@@ -1,8 +1,4 @@
-"""verl without a GPU: a platform "cpu" for verl's registry, and what torch and vLLM need besides. For tests only.
-
-verl and vLLM load this themselves, in each of their processes: `tests.engines.verl.programs` puts it on their path
-under their own entry points. Ray is told of GPUs that are not there, so that verl places its workers as ever.
-"""
+"""verl without a GPU: its processes load this platform "cpu", and what torch and vLLM need. For tests only."""
 
 import types
 from collections.abc import Iterator
