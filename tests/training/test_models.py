@@ -254,8 +254,7 @@ def models_in_memory() -> int:
 
 
 @pytest.mark.parametrize(
-    ("changes", "count"),
-    [({"beta": 0.0}, 1), ({"beta": 0.02}, 2), ({"beta": 0.0, "lora_r": 2}, 1), ({"beta": 0.02, "lora_r": 2}, 1)],
+    ("changes", "count"), [({"beta": 0.0}, 1), ({"beta": 0.02}, 2), ({"beta": 0.02, "lora_r": 2}, 1)]
 )
 def test_a_reference_is_held_only_where_it_is_needed(context_of, changes, count):
     gc.collect()

@@ -271,7 +271,7 @@ def by_hand(context, model) -> float:
 
 @pytest.mark.parametrize("changes", [{}, {"lora_r": 2}])
 def test_it_is_the_mean_length_of_the_reference_not_of_the_policy(context_of, changes):
-    context = context_of(**CLIP, **changes, max_completion_length=12, train_size=40)
+    context = context_of(**CLIP, **changes, max_completion_length=12, train_size=12)
     disturb(context.policy, size=0.2)
     measure_reference_length(context)
     with context.reference.sampling_model() as model:
