@@ -99,39 +99,30 @@ def test_chat_messages_in_a_column(tmp_path: Path) -> None:
         assert task.train[0].prompt == f"[system]s[user]{number}"
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([*ROWS, {"prompt": " ", "answer": "1"}], "row 41 of data.jsonl has no prompt"),
-        ([{"question": "q", "answer": "1"}], r"(?s)no column 'prompt'.*the columns answer, question"),
-        ([*ROWS, "{broken"], "line 41 of data.jsonl: {broken"),
-        (["[1, 2]"], r"(?s)line 1 of data.jsonl.*\[1, 2\] is not an object"),
-        ([], "no rows"),
-        ([ROWS[0]] * 5, "too few different prompts"),
-    ],
-)
-def test_rows_that_cannot_be_used_are_named(tmp_path: Path, rows: list[Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        load(write(tmp_path, rows))
+OTHERS = [{"prompt": f"{i}", "answer": "x", "zero": 0, "half": 1.5, "true": True, "null": None} for i in range(3)]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("rows", "options", "message"),
     [
-        ({"answer_column": "gold"}, "no column 'gold'"),
-        ({"skill_column": "kind"}, "no column 'kind'"),
-        ({"reference_length_column": "n"}, "no column 'n'"),
+        ([*ROWS, {"prompt": " ", "answer": "1"}], {}, "row 41 of data.jsonl has no prompt"),
+        ([{"question": "q", "answer": "1"}], {}, r"(?s)no column 'prompt'.*the columns answer, question"),
+        ([*ROWS, "{broken"], {}, "line 41 of data.jsonl: {broken"),
+        (["[1, 2]"], {}, r"(?s)line 1 of data.jsonl.*\[1, 2\] is not an object"),
+        ([], {}, "no rows"),
+        ([ROWS[0]] * 5, {}, "too few different prompts"),
+        (OTHERS, {"answer_column": "gold"}, "no column 'gold'"),
+        (OTHERS, {"skill_column": "kind"}, "no column 'kind'"),
+        (OTHERS, {"reference_length_column": "n"}, "no column 'n'"),
         *(
-            ({"reference_length_column": name}, "row 1 of data.jsonl has no usable reference length")
+            (OTHERS, {"reference_length_column": name}, "row 1 of data.jsonl has no usable reference length")
             for name in ("answer", "zero", "half", "true", "null")
         ),
     ],
 )
-def test_columns_that_are_not_there_or_not_usable(tmp_path: Path, options: dict[str, str], message: str) -> None:
-    row = {"answer": "x", "zero": 0, "half": 1.5, "true": True, "null": None}
-    path = write(tmp_path, [{"prompt": f"{i}", **row} for i in range(3)])
+def test_rows_and_columns_that_cannot_be_used_are_named(tmp_path, rows, options, message) -> None:
     with pytest.raises(DataError, match=message):
-        load(path, **options)
+        load(write(tmp_path, rows), **options)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -185,34 +176,27 @@ def nothing(config: TaskConfig, tokenizer: Any) -> None:
 HERE = "tests.tasks.test_files"
 
 
-def load_named(name: str, **options: Any) -> Task:
-    return load_task(TaskConfig(task=name, **options), arithmetic_tokenizer())
-
-
 @pytest.mark.parametrize("module", [HERE, __file__])
 def test_a_function_of_a_module_or_a_file_makes_the_task(module: str) -> None:
-    task = load_named(f"{module}:doubled", train_size=5, eval_size=3)
+    task = load(f"{module}:doubled", train_size=5, eval_size=3)
     assert (task.name, len(task.train), len(task.evaluation["task"])) == ("doubled", 5, 3)
     assert task.score(task.train[0], "ab") == 2.0
     with pytest.raises(RewardError, match="not finite"):
         task.score(task.train[0], "nan")
-
-
-def test_a_named_reward_takes_the_place_of_the_tasks_own() -> None:
-    task = load_named(f"{HERE}:doubled", reward="exact_match")
-    assert task.score(Example(prompt="1+1=", answer="2"), "2") == 1.0
+    named = load(f"{module}:doubled", reward="exact_match")
+    assert named.score(task.train[0], task.train[0].answer) == 1.0, "in the place of the task's own"
 
 
 def test_what_is_no_task_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="returned no task"):
-        load_named(f"{HERE}:nothing")
-    with pytest.raises(UnknownNameError, match="did you mean 'doubled'"):
-        load_named(f"{HERE}:doubles")
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        load_named(f"{tmp_path / 'none.py'}:task")
     (tmp_path / "ends.py").write_text("raise BaseException('on import')")
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        load_named(f"{tmp_path / 'ends.py'}:task")
+    for name, words in {
+        f"{HERE}:nothing": "returned no task",
+        f"{HERE}:doubles": "did you mean 'doubled'",
+        f"{tmp_path / 'none.py'}:task": "cannot be imported",
+        f"{tmp_path / 'ends.py'}:task": "cannot be imported",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            load(name)
 
 
 @pytest.mark.parametrize(
@@ -238,25 +222,20 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def plain() -> Any:
-    return arithmetic_tokenizer()
-
-
-@pytest.fixture
 def chat() -> Any:
     tokenizer = arithmetic_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
-def test_a_template_is_used_where_there_is_one_unless_told_otherwise(plain: Any, chat: Any) -> None:
+def test_a_template_is_used_where_there_is_one_unless_told_otherwise(chat: Any) -> None:
     assert uses_chat_template(TaskConfig(), chat)
-    assert not uses_chat_template(TaskConfig(), plain)
+    assert not uses_chat_template(TaskConfig(), arithmetic_tokenizer())
     assert not uses_chat_template(TaskConfig(chat_template=False), chat)
     with pytest.raises(DataError, match="chat_template is not set"):
-        prompt_text("hi", TaskConfig(chat_template=True), plain, where="row 1")
+        prompt_text("hi", TaskConfig(chat_template=True), arithmetic_tokenizer(), where="row 1")
     with pytest.raises(ConfigError, match="row 4 holds chat messages"):
-        prompt_text([{"role": "user", "content": "a"}], TaskConfig(), plain, where="row 4")
+        prompt_text([{"role": "user", "content": "a"}], TaskConfig(), arithmetic_tokenizer(), where="row 4")
 
 
 @pytest.mark.parametrize(
@@ -275,31 +254,33 @@ def test_templates_render_texts_and_messages(chat: Any, value: Any, system: str,
     assert prompt_text(value, TaskConfig(system_prompt=system), chat, where="row 1") == expected
 
 
-def test_without_a_template_text_stays_as_it_is(plain: Any, chat: Any) -> None:
-    assert prompt_text(" 1+1=", TaskConfig(), plain, where="row 1") == " 1+1="
+def test_without_a_template_text_stays_as_it_is(chat: Any) -> None:
+    assert prompt_text(" 1+1=", TaskConfig(), arithmetic_tokenizer(), where="row 1") == " 1+1="
     assert prompt_text("1+1=", TaskConfig(chat_template=False), chat, where="row 1") == "1+1="
-    assert prompt_text("1+1=", TaskConfig(system_prompt="add"), plain, where="row 1") == "add\n\n1+1="
+    assert prompt_text("1+1=", TaskConfig(system_prompt="add"), arithmetic_tokenizer(), where="row 1") == "add\n\n1+1="
 
 
-@pytest.mark.parametrize("value", [None, "  \n", [], 5, {"role": "user"}, ["hi"], [{"role": "user", "content": None}]])
-def test_a_prompt_that_is_none_names_its_row(chat: Any, value: Any) -> None:
-    with pytest.raises(DataError, match="row 7 has no prompt"):
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        *((value, "row 7 has no prompt") for value in (None, "  \n", [], 5, {"role": "user"}, ["hi"])),
+        ([{"role": "user", "content": None}], "row 7 has no prompt"),
+        ([{"role": "robot", "content": "a"}], "(?s)template refuses row 7.*odd role"),
+    ],
+)
+def test_a_prompt_that_is_none_or_that_the_template_refuses_names_its_row(chat: Any, value: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         prompt_text(value, TaskConfig(), chat, where="row 7")
 
 
-def test_what_the_template_refuses_is_a_data_error(chat: Any) -> None:
-    with pytest.raises(DataError, match="(?s)template refuses row 2.*odd role"):
-        prompt_text([{"role": "robot", "content": "a"}], TaskConfig(), chat, where="row 2")
+def check(prompts: list[str], limit: int | None) -> None:
+    check_prompts([Example(prompt=p) for p in prompts], arithmetic_tokenizer(), limit, 4)
 
 
-def check(prompts: list[str], limit: int | None, tokenizer: Any) -> None:
-    check_prompts([Example(prompt=p) for p in prompts], tokenizer, limit, 4)
-
-
-def test_a_prompt_may_fill_the_room_to_the_last_token(plain: Any) -> None:
-    check(["1+1=", "123456"], 10, plain)
-    check([], 10, plain)
-    check(["1" * 500], None, plain)
+def test_a_prompt_may_fill_the_room_to_the_last_token() -> None:
+    check(["1+1=", "123456"], 10)
+    check([], 10)
+    check(["1" * 500], None)
 
 
 @pytest.mark.parametrize(
@@ -310,9 +291,9 @@ def test_a_prompt_may_fill_the_room_to_the_last_token(plain: Any) -> None:
         (["1+1=", "HELLO"], "prompt 2 cannot be tokenized"),
     ],
 )
-def test_a_prompt_that_cannot_be_used_names_its_row(plain: Any, prompts: list[str], what: str) -> None:
+def test_a_prompt_that_cannot_be_used_names_its_row(prompts: list[str], what: str) -> None:
     with pytest.raises(DataError, match=what):
-        check(prompts, 10, plain)
+        check(prompts, 10)
 
 
 WITH_TURNS = (
@@ -321,9 +302,9 @@ WITH_TURNS = (
 )
 
 
-def tokenizer(*, template: str | None = WITH_TURNS, marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Any:
+def tokenizer(*, template: str | None = WITH_TURNS) -> Any:
     made = arithmetic_tokenizer()
-    made.add_special_tokens({"additional_special_tokens": list(marks)})
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     made.chat_template = template
     return made
 

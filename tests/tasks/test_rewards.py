@@ -45,34 +45,28 @@ def test_math_verify_compares_the_mathematics(answer: str, completion: str, expe
     assert named_reward("math_verify")(Example(prompt="?", answer=answer), completion) == expected
 
 
-@pytest.mark.parametrize("name", ["format_regex", "no_such_module_at_all:f", "~/nowhere.py:f"])
-def test_what_cannot_be_built_is_a_configuration_error(name: str) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("format_regex", "unknown reward"),
+        ("exact_mach", "(?s)unknown reward.*did you mean 'exact_match'"),
+        ("no_such_module_at_all:f", "cannot be imported"),
+        ("~/nowhere.py:f", "cannot be imported"),
+    ],
+)
+def test_what_cannot_be_built_is_a_configuration_error(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
         named_reward(name)
 
 
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match=r"(?s)unknown reward.*did you mean 'exact_match'"):
-        named_reward("exact_mach")
-
-
-def test_a_function_gets_the_whole_row_as_keywords() -> None:
-    def reward(completion: str, **fields: Any) -> bool:
-        return completion == "4" and fields == ROW
-
-    assert score(reward) == 1.0
-
-
-def test_a_function_gets_only_the_columns_it_names() -> None:
+def test_a_function_gets_the_columns_it_names_or_the_whole_row_as_keywords() -> None:
     assert score(lambda completion, answer: completion == answer) == 1.0
     assert score(lambda text, level, other=2: level + other) == 5.0
     assert score(lambda prompt, completion: completion == "4" and prompt == "2+2?") == 1.0
     assert score(lambda completion, /, *, level: level) == 3.0
     assert score(len, "four") == 4.0
-
-
-def test_a_column_called_completion_does_not_get_in_the_way() -> None:
-    example = Example(prompt="p", fields={"completion": "from the data", "prompt": "p"})
+    assert score(lambda completion, **fields: completion == "4" and fields == ROW) == 1.0
+    example = Example(prompt="p", fields={"completion": "of the data, which does not get in the way", "prompt": "p"})
     assert score(lambda completion, **fields: completion == "4" and fields == {"prompt": "p"}, example=example) == 1.0
 
 
@@ -83,8 +77,7 @@ def test_a_column_that_the_row_lacks_is_named() -> None:
 
 def test_trl_style_gets_lists_of_one() -> None:
     def reward(prompts: list[str], completions: list[str], level: list[int], **kwargs: Any) -> list[float]:
-        assert prompts == ["2+2?"]
-        assert completions == ["4"]
+        assert prompts == ["2+2?"] and completions == ["4"]
         assert kwargs == {"answer": ["4"], "odd name": [1]}
         return [float(value) for value in level]
 
@@ -118,18 +111,12 @@ def test_a_module_that_fails_to_import_says_why(tmp_path: Path) -> None:
         named_reward(f"{tmp_path}/broken.py:f")
 
 
-def task_of(example: Example) -> Task:
-    score = checked(lambda e, c: 0.5, name="own")
-    return Task(name="t", train=[example], evaluation={"task": [EXAMPLE]}, rl_skill="task", score=score)
-
-
 def test_a_reward_that_compares_needs_an_answer_in_every_row() -> None:
+    rows, held_out = [Example(prompt="no answer here")], {"task": [EXAMPLE]}
+    task = Task(name="t", train=rows, evaluation=held_out, rl_skill="task", score=lambda example, completion: 0.5)
     with pytest.raises(DataError, match="(?s)math_verify needs an answer.*no answer here"):
-        with_reward(task_of(Example(prompt="no answer here")), "math_verify")
-    with_reward(task_of(Example(prompt="no answer here")), "tests.ablation.rewards:digits")
-
-
-QUESTION = Example(prompt="what is 1+1?", answer="2")
+        with_reward(task, "math_verify")
+    with_reward(task, "tests.ablation.rewards:digits")
 
 
 @pytest.mark.parametrize(
@@ -148,9 +135,8 @@ QUESTION = Example(prompt="what is 1+1?", answer="2")
     ],
 )
 def test_numbers_pass_as_floats(value: Any, expected: float) -> None:
-    score = checked(lambda example, completion: value, name="f")(QUESTION, "2")
-    assert score == expected
-    assert type(score) is float
+    score = checked(lambda example, completion: value, name="f")(EXAMPLE, "4")
+    assert score == expected and type(score) is float
 
 
 @pytest.mark.parametrize(
@@ -162,16 +148,16 @@ def test_numbers_pass_as_floats(value: Any, expected: float) -> None:
     ],
 )
 def test_anything_else_is_a_reward_error_that_names_function_and_prompt(value: Any) -> None:
-    with pytest.raises(RewardError, match=r"(?s)my_reward returned.*what is 1\+1\?"):
-        checked(lambda example, completion: value, name="my_reward")(QUESTION, "2")
+    with pytest.raises(RewardError, match=r"(?s)my_reward returned.*<user>2\+2\?"):
+        checked(lambda example, completion: value, name="my_reward")(EXAMPLE, "4")
 
 
 def test_an_exception_becomes_a_reward_error_that_keeps_its_cause() -> None:
     def broken(example: Example, completion: str) -> float:
         return float(completion)
 
-    with pytest.raises(RewardError, match=r"(?s)my_reward raised ValueError.*'two'.*what is 1\+1\?") as caught:
-        checked(broken, name="my_reward")(QUESTION, "two")
+    with pytest.raises(RewardError, match=r"(?s)my_reward raised ValueError.*'two'.*<user>2\+2\?") as caught:
+        checked(broken, name="my_reward")(EXAMPLE, "two")
     assert isinstance(caught.value.__cause__, ValueError)
 
 
@@ -189,10 +175,10 @@ def test_an_error_without_a_text_and_a_closed_stdout_are_reward_errors(monkeypat
         return 0.0
 
     with pytest.raises(RewardError, match="my_reward raised Unprintable"):
-        checked(broken, name="my_reward")(QUESTION, "two")
+        checked(broken, name="my_reward")(EXAMPLE, "two")
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     with pytest.raises(RewardError, match="closed stdout"):
-        checked(closes, name="my_reward")(QUESTION, "two")
+        checked(closes, name="my_reward")(EXAMPLE, "two")
 
 
 def test_math_verify_works_off_the_main_thread() -> None:

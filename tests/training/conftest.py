@@ -1,17 +1,21 @@
 """Models that are made in a moment: a Llama, a GPT-2 with absolute positions, adapters; and runs of a few steps."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from klamp.errors import KlampError
+from klamp.lab.backends import train_run
 from klamp.lab.config import RolloutConfig, TrainConfig
+from klamp.lab.loop import Trainer
 from klamp.lab.models import end_tokens
 from klamp.lab.observers import Observer, RunInfo
 from klamp.lab.rollouts import Rollout, collect
@@ -61,20 +65,15 @@ def sample(model, prompts=PROMPTS, rows=None, *, extra_padding=0, seed=0, greedy
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     """Random weights, far enough from uniform for a KL to show; several tokens end a completion, so lengths vary."""
-    tokenizer = arithmetic_tokenizer()
     settings = {
-        "vocab_size": len(tokenizer),
+        **shared_settings(),
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
-        "initializer_range": 0.2,
         "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
     }
     torch.manual_seed(0)
     return _ready(LlamaForCausalLM(LlamaConfig(**settings | changes)))
@@ -82,20 +81,14 @@ def tiny_llama(**changes: Any) -> LlamaForCausalLM:
 
 def tiny_gpt2() -> GPT2LMHeadModel:
     """Absolute positions, and the dropout of 0.1 that GPT-2 comes with."""
-    tokenizer = arithmetic_tokenizer()
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return _ready(GPT2LMHeadModel(config))
+    return _ready(GPT2LMHeadModel(GPT2Config(n_positions=64, n_embd=32, n_layer=2, n_head=2, **shared_settings())))
+
+
+def shared_settings() -> dict[str, Any]:
+    tokenizer = arithmetic_tokenizer()
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {"vocab_size": len(tokenizer), "initializer_range": 0.2, **ids}
 
 
 def _ready(model: PreTrainedModel) -> Any:
@@ -147,8 +140,48 @@ def context_of(config_of: Callable[..., TrainConfig]) -> Callable[..., Context]:
     return make
 
 
+@pytest.fixture(scope="session")
+def context(llama: str) -> Context:
+    """The context of a tiny run, whose models no test changes."""
+    return build(TrainConfig.from_flat({"model": llama, **TINY}))
+
+
+@pytest.fixture
+def context_with(config_of: Callable[..., TrainConfig], context: Context) -> Callable[..., Context]:
+    """The shared models with another configuration, which must need no others."""
+
+    def make(**changes: Any) -> Context:
+        config = config_of(**changes)
+        return replace(context, config=config, reference=context.reference if config.kl.needs_reference else None)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run_once(llama: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a tiny run with some values changed, which is only to be read: each is trained once."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(**changes: Any) -> Path:
+        key = json.dumps(changes, sort_keys=True)
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("once") / "run"
+            train_run(TrainConfig.from_flat({"model": llama, **TINY, **changes, "output_dir": str(folder)}))
+            folders[key] = folder
+        return folders[key]
+
+    return folder_of
+
+
 def rollout_of(context: Context, *, beta: float, prompts: int = 3, step: int = 0) -> Rollout:
     return collect(context, context.task.train[:prompts], step=step, terms=context.objective.weighted(beta).terms)
+
+
+def steps_taken(context: Context, count: int) -> list[dict[str, float]]:
+    """The metrics of the first steps of a run, without the wall times, which no seed fixes."""
+    trainer = Trainer(context, [])
+    rows = [trainer.train_step() for _ in range(count)]
+    return [{name: x for name, x in row.items() if not name.startswith("speed/")} for row in rows]
 
 
 def in_parts(context: Context, parts: int) -> Context:
@@ -156,20 +189,33 @@ def in_parts(context: Context, parts: int) -> Context:
     return replace(context, config=replace(context.config, optim=optim))
 
 
-class StopAfter(Observer):
-    """Interrupts a run once a step is done, as Ctrl-C does."""
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+
+class AfterStep(Observer):
+    """Does something once a step is done: by default what Ctrl-C does."""
+
+    def __init__(self, step: int, act: Callable[[], object] = ctrl_c) -> None:
+        self.step, self.act = step, act
 
     def on_step(self, step: int, metrics: object) -> None:
         if step == self.step:
-            raise KeyboardInterrupt
+            self.act()
 
 
 def info_of(folder: Path, start_step: int, config: TrainConfig | None = None) -> RunInfo:
     sizes: dict[str, Any] = {"parameters": 1, "trainable_parameters": 1, "device": "cpu"}
     return RunInfo(config=config or TrainConfig(), output_dir=folder, start_step=start_step, **sizes)
+
+
+@contextmanager
+def refused(kind: type[KlampError], words: str) -> Iterator[pytest.ExceptionInfo[KlampError]]:
+    """An error of this kind with these words is raised here, and it has all four parts."""
+    with pytest.raises(kind, match=words) as caught:
+        yield caught
+    error = caught.value
+    assert error.what and error.got is not None and error.why and error.fix, str(error)
 
 
 def json_rows(file: Path) -> list[dict[str, Any]]:
@@ -204,19 +250,9 @@ def full_disk(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def far_away(folder: Path) -> dict[str, Any]:
-    """Settings of a run that is 0.6 nats per token from its reference from the start, and stays there."""
-    other = tiny_llama()
-    disturb(other)
-    return {"ref_model": stored(other, folder), "learning_rate": 1e-6}
-
-
-def assert_same_course(frozen: Path, away: Path) -> list[dict[str, float]]:
-    """The four steps of a run whose reference is somewhere else have the numbers of a frozen one; returns them."""
-    here, there = steps_of(frozen), steps_of(away)
-    assert len(here) == len(there) == 4
-    assert here[-1]["kl/k3"] > 1e-6
-    for a, b in zip(here, there, strict=True):
-        for name in ("reward", "train/loss", "train/grad_norm", "kl/k1", "kl/k3", "train/kl_penalty"):
-            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
-    return there
+def greedy(context: Context, model: Any, prompt: str) -> str:
+    """What transformers' own greedy decoding answers."""
+    ids = context.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    settings = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=context.stop, pad_token_id=context.pad)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return context.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)

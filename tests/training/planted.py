@@ -64,11 +64,5 @@ def trained(folder: Path, *, plant: Callable[[Trainer, Told], None] | None = Non
     return diagnosis
 
 
-def found(diagnosis: Diagnosis, name: str) -> AlarmFinding:
-    findings = {finding.alarm.name: finding for finding in diagnosis.findings}
-    assert name in findings, sorted(findings)
-    return findings[name]
-
-
 def alarms(diagnosis: Diagnosis) -> set[str]:
     return {finding.alarm.name for finding in diagnosis.findings if finding.alarm.level == "alarm"}

@@ -14,11 +14,6 @@ def short(completion: str, **_: Any) -> float:
     return -float(len(completion))
 
 
-def long(completion: str, **_: Any) -> float:
-    """The length, up to 30 characters."""
-    return min(len(completion), 30) / 30
-
-
 def sevens(completion: str, **_: Any) -> float:
     return min(completion.count("7"), 8) / 8
 

@@ -4,13 +4,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.training.conftest import TINY, disturb, rows_of, sample, tiny_llama
+from tests.training.conftest import TINY, disturb, refused, rows_of, sample, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klamp.errors import RunFolderError
@@ -23,35 +23,19 @@ from klamp.lab.models import check_weights, load_model, with_adapter
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 from klamp.scoring.scorer import score
 
-Damage = Callable[[Path], object]
 
-
-@pytest.fixture(scope="module")
-def runs(llama, tmp_path_factory):
-    finished = {}
-    for name, changes in {"full": {}, "adapter": {"lora_r": 2}}.items():
-        folder = tmp_path_factory.mktemp("runs") / name
-        values = {"model": llama, "output_dir": str(folder), **TINY, "save_every": 1, "keep_checkpoints": 3, **changes}
-        values |= {"log_completions_every": 1}
-        train_run(TrainConfig.from_flat(values))
-        finished[name] = SimpleNamespace(folder=folder, values=values)
-    return finished
-
-
-@pytest.fixture(params=["full", "adapter"])
-def run(runs, request, tmp_path):
-    source = runs[request.param]
-    folder = Path(shutil.copytree(source.folder, tmp_path / "copy"))
-    resumed = source.values | {"output_dir": str(folder), "resume": True, "max_steps": 5}
-    return SimpleNamespace(
-        folder=folder, newest=checkpoint.checkpoints(folder)[-1], config=TrainConfig.from_flat(resumed)
-    )
+@pytest.fixture(params=[{}, {"lora_r": 2}], ids=["full", "adapter"])
+def run(run_once, llama, request, tmp_path):
+    changes = {"save_every": 1, "keep_checkpoints": 3, "log_completions_every": 1, **request.param}
+    folder = Path(shutil.copytree(run_once(**changes), tmp_path / "copy"))
+    resumed = {"model": llama, **TINY, **changes, "output_dir": str(folder), "resume": True, "max_steps": 5}
+    newest = checkpoint.checkpoints(folder)[-1]
+    return SimpleNamespace(folder=folder, newest=newest, config=TrainConfig.from_flat(resumed))
 
 
 def test_a_checkpoint_holds_safetensors_json_and_tensors_only(run):
     files = [p for p in run.newest.rglob("*") if p.is_file()]
-    suffixes = {p.suffix for p in files if p.name != "README.md"}
-    assert suffixes == {".safetensors", ".json", ".pt"}
+    assert {p.suffix for p in files if p.name != "README.md"} == {".safetensors", ".json", ".pt"}
     assert [p.name for p in files if p.suffix == ".pt"] == ["optimizer.pt"]
     state = torch.load(run.newest / "optimizer.pt", weights_only=True)
     assert {"exp_avg", "exp_avg_sq", "step"} == state["state"][0].keys()
@@ -100,37 +84,31 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(parts, tmp_path, 
     assert checkpoint.whole_newest(tmp_path) == folder
 
 
-def without(name: str) -> Damage:
-    return lambda folder: (folder / name).unlink()
+def removed(folder: Path, name: str) -> None:
+    (folder / name).unlink()
 
 
-def with_state(text: str) -> Damage:
-    return lambda folder: (folder / "state.json").write_text(text)
+def with_state(folder: Path, text: str) -> None:
+    (folder / "state.json").write_text(text)
 
 
-def flipped(name: str) -> Damage:
+def changed_state(folder: Path, **changes: object) -> None:
+    with_state(folder, json.dumps(json.loads((folder / "state.json").read_text()) | changes))
+
+
+def flipped(folder: Path, name: str) -> None:
     """One bit of a file's last byte is turned, as a disk does: all formats still read it."""
-
-    def damage(folder: Path) -> None:
-        content = bytearray((folder / name).read_bytes())
-        content[-1] ^= 1
-        (folder / name).write_bytes(content)
-
-    return damage
+    content = bytearray((folder / name).read_bytes())
+    content[-1] ^= 1
+    (folder / name).write_bytes(content)
 
 
-def unnoted(*names: str) -> Damage:
+def unnoted(folder: Path, names: tuple[str, ...]) -> None:
     """A larger beta, and the checksums of these files are gone; of all, where none is named."""
-
-    def damage(folder: Path) -> None:
-        state = json.loads((folder / "state.json").read_text())
-        state["controller"]["value"] *= 1000
-        (folder / "state.json").write_text(json.dumps(state))
-        sums = json.loads((folder / SEAL).read_text())
-        left = {name: noted for name, noted in sums.items() if names and name not in names}
-        (folder / SEAL).write_text(json.dumps(left))
-
-    return damage
+    changed_state(folder, controller={"value": 10.0})
+    sums = json.loads((folder / SEAL).read_text())
+    left = {name: noted for name, noted in sums.items() if names and name not in names}
+    (folder / SEAL).write_text(json.dumps(left))
 
 
 def half_optimizer(folder: Path) -> None:
@@ -152,24 +130,6 @@ def evil_optimizer(folder: Path) -> None:
     torch.save({"state": Evil(folder / "code-was-run"), "param_groups": []}, folder / "optimizer.pt")
 
 
-def resealed(damage: Damage) -> Damage:
-    """The damage of who writes a checkpoint anew: its checksums are right, and what it holds is not."""
-
-    def done(folder: Path) -> None:
-        damage(folder)
-        checkpoint.seal(folder)
-
-    return done
-
-
-def another(**changes) -> Damage:
-    def damage(folder: Path) -> None:
-        state = json.loads((folder / "state.json").read_text())
-        (folder / "state.json").write_text(json.dumps(state | changes))
-
-    return resealed(damage)
-
-
 def other_weights(folder: Path) -> None:
     tiny_llama(num_hidden_layers=1).save_pretrained(folder / "policy")
 
@@ -178,71 +138,70 @@ def other_optimizer(folder: Path) -> None:
     torch.save(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).state_dict(), folder / "optimizer.pt")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *map(without, ("state.json", "optimizer.pt", SEAL)),
-        *map(flipped, ("policy/model.safetensors", "optimizer.pt", "policy/tokenizer.json", SEAL)),
-        *(unnoted("none of them"), unnoted("state.json"), unnoted()),
-        *(resealed(with_state(text)) for text in ('{"step": 4, "contr', '{"step": 4}', "[" * 100_000, "[4]")),
-        *map(resealed, (half_optimizer, evil_optimizer, other_optimizer, other_weights)),
-        *(another(step=3), another(step=4.0), another(reference_length=-3)),
-        *(another(controller={"value": []}), another(reference_length=[1])),
-    ],
-)
-@pytest.mark.parametrize("run", ["full"], indirect=True)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_works(run, damage):
-    before = rows_of(run.folder)
+ON_THE_DISK = [
+    *(partial(removed, name=name) for name in ("state.json", "optimizer.pt", SEAL)),
+    *(
+        partial(flipped, name=name)
+        for name in ("policy/model.safetensors", "optimizer.pt", "policy/tokenizer.json", SEAL)
+    ),
+    *(partial(unnoted, names=names) for names in (("none of them",), ("state.json",), ())),
+]
+WRITTEN = [
+    *(partial(with_state, text=text) for text in ('{"step": 4, "contr', '{"step": 4}', "[" * 100_000, "[4]")),
+    *(half_optimizer, evil_optimizer, other_optimizer, other_weights),
+    *(partial(changed_state, step=step) for step in (3, 4.0)),
+    *(partial(changed_state, reference_length=length) for length in (-3, [1])),
+    partial(changed_state, controller={"value": []}),
+]
+"""The damage of who writes a checkpoint anew: its checksums are right, and what it holds is not."""
+
+
+@pytest.mark.parametrize("damage", [*ON_THE_DISK, *WRITTEN])
+@pytest.mark.parametrize("run", [{}], indirect=True)
+def test_a_damaged_checkpoint_is_refused_with_the_one_before_it(run, damage):
+    before = (run.folder / "metrics.jsonl").read_bytes()
     damage(run.newest)
-    with pytest.raises(RunFolderError, match="damaged") as caught:
+    if damage in WRITTEN:
+        seal(run.newest)
+    with refused(
+        RunFolderError, f"(?s)damaged.*delete that folder.*it is {run.newest.with_name('step-000003')}"
+    ) as caught:
         train_run(run.config)
-    error = caught.value
-    assert error.got == str(run.newest) and error.why and "delete that folder" in error.fix
-    assert f"the checkpoint before it is {run.newest.with_name('step-000003')}" in error.fix
-    assert rows_of(run.folder) == before, "and nothing of the run was touched"
+    assert caught.value.got == str(run.newest)
+    assert (run.folder / "metrics.jsonl").read_bytes() == before, "and nothing of the run was touched"
     assert not (run.newest / "code-was-run").exists(), "nothing in a checkpoint is executed"
-    shutil.rmtree(run.newest)  # as the message says
-    summary = train_run(run.config)
-    assert summary.steps == 5
+
+
+@pytest.mark.parametrize("run", [{}], indirect=True)
+def test_without_its_newest_checkpoint_a_run_goes_on_from_the_one_before_or_is_refused(run):
+    before = rows_of(run.folder)
+    shutil.rmtree(run.newest)
+    assert train_run(run.config).steps == 5
     assert [row for row in rows_of(run.folder) if row["step"] <= 3] == [row for row in before if row["step"] <= 3]
-
-
-def test_a_run_without_checkpoints_cannot_be_resumed(run):
     shutil.rmtree(run.folder / "checkpoints")
-    with pytest.raises(RunFolderError, match="no checkpoint to continue from") as caught:
+    with refused(RunFolderError, "no checkpoint to continue from"):
         train_run(run.config)
-    assert caught.value.got and caught.value.why and caught.value.fix
 
 
-@pytest.fixture
-def folder(tmp_path):
+def test_a_seal_is_the_checksums_of_every_file_and_names_those_that_changed(tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "inner" / "optimizer.pt").write_bytes(b"moments")
-    return tmp_path
-
-
-def test_a_seal_is_the_checksums_of_every_file(folder):
-    seal(folder)
-    assert json.loads((folder / SEAL).read_text()) == {
+    seal(tmp_path)
+    assert json.loads((tmp_path / SEAL).read_text()) == {
         "inner/optimizer.pt": hashlib.sha256(b"moments").hexdigest(),
         "model.safetensors": hashlib.sha256(b"weights").hexdigest(),
     }
-
-
-@pytest.mark.parametrize("damage", [lambda f: f.write_bytes(b"Weights"), Path.unlink, lambda f: f.write_bytes(b"")])
-def test_a_file_that_is_another_one_is_named(folder, damage):
-    seal(folder)
-    (folder / ".DS_Store").touch()  # as a file manager leaves it
-    checkpoint.check(folder)
-    (folder / "later").touch()
-    damage(folder / "model.safetensors")
-    with pytest.raises(RunFolderError, match="later, model.safetensors changed on the disk"):
-        checkpoint.check(folder)
+    (tmp_path / ".DS_Store").touch()  # as a file manager leaves it
+    checkpoint.check(tmp_path)
+    (tmp_path / "later").touch()
+    for damage in (lambda file: file.write_bytes(b"Weights"), lambda file: file.write_bytes(b""), Path.unlink):
+        damage(tmp_path / "model.safetensors")
+        with pytest.raises(RunFolderError, match="later, model.safetensors changed on the disk"):
+            checkpoint.check(tmp_path)
 
 
 def test_weights_that_changed_are_loaded_by_nobody(run, tmp_path):
-    """Neither to go on training, nor to start from, nor to compare with."""
     config, policy = run.config, run.newest / "policy"
     elsewhere = shutil.copytree(run.newest, tmp_path / "best")
     for folder in (*(step / "policy" for step in checkpoint.checkpoints(run.folder)), elsewhere / "policy"):

@@ -5,27 +5,17 @@ import fcntl
 import os
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.training.conftest import AfterStep, refused
 from tests.waiting import wait_for
 
 from klamp.errors import RunFolderError
+from klamp.lab import folders
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import (
-    LOCK,
-    check_folder,
-    checkpoint_folders,
-    free_folder,
-    held,
-    make_folder,
-    opened_folder,
-    run_folder,
-    write_whole,
-)
-from klamp.lab.observers import Observer
+from klamp.lab.folders import LOCK, check_folder, free_folder, held, make_folder, opened_folder, run_folder
 from klamp.names import CONFIG
 
 
@@ -46,8 +36,6 @@ def test_a_run_without_output_dir_is_named_after_its_task(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     assert run_folder(TrainConfig.from_flat({"task": task})) == Path("runs") / f"{name}-001"
     assert not (tmp_path / "runs").exists(), "nothing is made yet"
-    (tmp_path / "runs" / f"{name}-001").mkdir(parents=True)
-    assert run_folder(TrainConfig.from_flat({"task": task})) == Path("runs") / f"{name}-002"
 
 
 def with_file(folder: Path, name: str) -> Path:
@@ -56,39 +44,33 @@ def with_file(folder: Path, name: str) -> Path:
     return folder
 
 
-def test_another_runs_folder_is_refused_with_the_ways_out(tmp_path):
-    folder = with_file(tmp_path / "run", CONFIG)
-    with pytest.raises(RunFolderError, match="holds another run") as caught:
-        check_folder(folder, resume=False)
-    assert caught.value.got == str(folder) and caught.value.why
-    assert "--resume" in caught.value.fix and "--output_dir" in caught.value.fix
-    check_folder(folder, resume=True)
-
-
-def test_other_files_a_file_and_nothing_to_resume_are_refused(tmp_path):
-    other = with_file(tmp_path / "other", "thesis.tex")
-    with pytest.raises(RunFolderError, match="holds other files"):
-        check_folder(other, resume=False)
-    with pytest.raises(RunFolderError, match="is a file") as caught:
-        check_folder(other / "thesis.tex", resume=False)
-    assert caught.value.got and caught.value.why and caught.value.fix
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(RunFolderError, match="a link that leads nowhere"):
-        make_folder(TrainConfig.from_flat({"output_dir": str(tmp_path / "link")}))
-    with pytest.raises(RunFolderError, match=r"(?s)cannot be written.*null byte"):
-        make_folder(TrainConfig.from_flat({"output_dir": f"{tmp_path}/a\0b"}))
+def test_a_folder_in_use_and_nothing_to_resume_are_refused_with_the_ways_out(tmp_path):
+    run, other = with_file(tmp_path / "run", CONFIG), with_file(tmp_path / "other", "thesis.tex")
+    with refused(RunFolderError, "(?s)holds another run.*--output_dir.*--resume") as caught:
+        check_folder(run, resume=False)
+    assert caught.value.got == str(run)
+    check_folder(run, resume=True)
+    for folder, words in ((other, "holds other files"), (other / "thesis.tex", "is a file")):
+        with refused(RunFolderError, words):
+            check_folder(folder, resume=False)
     for folder in (other, tmp_path / "missing"):
-        with pytest.raises(RunFolderError, match="no run to continue") as caught:
+        with refused(RunFolderError, f"(?s)no run to continue.*{CONFIG}"):
             check_folder(folder, resume=True)
-        assert CONFIG in caught.value.why and caught.value.fix
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for folder, words in (
+        (tmp_path / "link", "a link that leads nowhere"),
+        ("a\0b", "(?s)cannot be written.*null byte"),
+    ):
+        with refused(RunFolderError, words):
+            make_folder(TrainConfig.from_flat({"output_dir": str(folder)}))
 
 
 def test_a_folder_that_nobody_may_make_is_refused_before_it_is_made(tmp_path, monkeypatch):
     (tmp_path / "a").touch()
     for folder, words in ((tmp_path / "a" / "run", "is a file"), (tmp_path / "run", "not yours")):
-        with pytest.raises(RunFolderError, match=f"(?s)cannot be written.*{words}") as caught:
+        with refused(RunFolderError, f"(?s)cannot be written.*{words}") as caught:
             run_folder(TrainConfig.from_flat({"output_dir": str(folder)}))
-        assert caught.value.got == str(folder) and caught.value.fix
+        assert caught.value.got == str(folder)
         monkeypatch.setattr(os, "access", lambda path, how: path != tmp_path)
 
 
@@ -116,39 +98,29 @@ def test_checkpoints_are_found_whoever_wrote_them_oldest_first(tmp_path):
     names = ["step-000002", "step-000010", "checkpoint-4", "checkpoint-30", "global_step_5"]
     for name in (*names, "something"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert [each.name for each in checkpoint_folders(tmp_path)] == [names[i] for i in (0, 2, 4, 1, 3)]
-    assert checkpoint_folders(tmp_path / "nowhere") == []
-
-
-def child_that_holds(folder: Path) -> int:
-    """The number of a child that has the lock until it is killed."""
-    number = os.fork()
-    if not number:
-        with held(folder, by="klamp train"):
-            (folder / "ready").touch()
-            time.sleep(240)
-        os._exit(0)
-    wait_for(folder / "ready")
-    return number
+    assert [each.name for each in folders.checkpoint_folders(tmp_path)] == [names[i] for i in (0, 2, 4, 1, 3)]
+    assert folders.checkpoint_folders(tmp_path / "nowhere") == []
 
 
 def test_a_second_one_is_refused_until_the_first_is_gone(tmp_path):
-    child = child_that_holds(tmp_path)
+    child = os.fork()
+    if not child:
+        with held(tmp_path, by="klamp train"):
+            (tmp_path / "ready").touch()
+            time.sleep(240)
+        os._exit(0)
+    wait_for(tmp_path / "ready")
     try:
-        with pytest.raises(RunFolderError, match="another process works") as caught, held(tmp_path, by="me"):
+        with refused(RunFolderError, "(?s)another process works.*--output_dir") as caught, held(tmp_path, by="me"):
             pass
-        assert caught.value.got == str(tmp_path) and caught.value.why and "--output_dir" in caught.value.fix
+        assert caught.value.got == str(tmp_path)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert (tmp_path / LOCK).exists() and can_hold(tmp_path), "the dead hold nothing"
+    assert (tmp_path / LOCK).exists()
+    with held(tmp_path, by="me"):
+        assert (tmp_path / LOCK).exists(), "the dead hold nothing"
     assert not (tmp_path / LOCK).exists()
-
-
-def can_hold(folder: Path) -> bool:
-    with suppress(RunFolderError), held(folder, by="y"):
-        return True
-    return False
 
 
 def test_a_file_system_without_locks_is_refused_in_words(tmp_path, monkeypatch):
@@ -156,16 +128,15 @@ def test_a_file_system_without_locks_is_refused_in_words(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(RunFolderError, match="cannot be written") as caught, held(tmp_path, by="x"):
+    with refused(RunFolderError, "(?s)cannot be written.*No locks.*--output_dir"), held(tmp_path, by="x"):
         pass
-    assert "No locks available" in caught.value.why and "--output_dir" in caught.value.fix
 
 
 def test_a_file_is_replaced_by_one_that_is_on_the_disk(tmp_path, monkeypatch):
     order, file = [], tmp_path / "a.txt"
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda number: (order.append(file.exists()), fsync(number)))
-    write_whole(file, "één")
+    folders.write_whole(file, "één")
     assert file.read_text(encoding="utf-8") == "één" and list(tmp_path.iterdir()) == [file]
     assert order == [False, True], "the text before the move, the name after it"
 
@@ -196,15 +167,13 @@ def test_one_that_is_faster_by_a_hair_wins(tmp_path, monkeypatch):
 
 
 def test_a_run_under_way_is_left_alone(config_of, tmp_path):
-    class Second(Observer):
-        refused = ()
+    tried = []
 
-        def on_step(self, step, metrics):
-            for changes in ({}, {"resume": True}):
-                with pytest.raises(RunFolderError, match="another process works"):
-                    train_run(config_of(**changes))
-                self.refused += (step,)
+    def second_run():
+        for changes in ({}, {"resume": True}):
+            with pytest.raises(RunFolderError, match="another process works"):
+                train_run(config_of(**changes))
+            tried.append(changes)
 
-    second = Second()
-    train_run(config_of(max_steps=2, save_every=1), [second])
-    assert second.refused == (1, 1, 2, 2) and not (tmp_path / "run" / LOCK).exists()
+    train_run(config_of(max_steps=2, save_every=1, eval_size=1), [AfterStep(2, second_run)])
+    assert len(tried) == 2 and not (tmp_path / "run" / LOCK).exists()

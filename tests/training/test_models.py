@@ -11,33 +11,19 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.training.conftest import disturb, rollout_of, sample, steps_of, tiny_llama
+from tests.training.conftest import disturb, refused, rollout_of, sample, tiny_llama
 from torch.optim import SGD
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from klamp.errors import KlampError, ModelError
+from klamp.errors import ModelError
+from klamp.lab import models
 from klamp.lab.anchors import LocalReference
-from klamp.lab.backends import train_run
 from klamp.lab.config import ModelConfig
-from klamp.lab.models import (
-    check_weights,
-    configuration,
-    end_tokens,
-    load_model,
-    load_tokenizer,
-    max_length,
-    weights_folder,
-    with_adapter,
-)
-from klamp.lab.observers import Observer
+from klamp.lab.loop import Trainer
+from klamp.lab.models import check_weights, load_model, load_tokenizer, with_adapter
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 from klamp.lab.updates import update
 from klamp.scoring.scorer import score
-
-
-def says_all(error: KlampError) -> bool:
-    return all((error.what, error.got is not None, error.why, error.fix))
-
 
 SMALL = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 DROPPING = {
@@ -62,14 +48,6 @@ def test_dropout_is_off_wherever_an_architecture_keeps_it(kind, tmp_path):
         assert all(torch.equal(model(ids).logits, calm) for _ in range(3))
 
 
-def changed(folder: Path, target: Path, pattern: str, change: Callable[[Path], object]) -> str:
-    """A copy of a model folder with some files changed."""
-    shutil.copytree(folder, target)
-    for file in target.glob(pattern):
-        change(file)
-    return str(target)
-
-
 def halve(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -78,10 +56,12 @@ def halve(file: Path) -> None:
     ("pattern", "change"), [("*.safetensors", Path.unlink), ("config.json", Path.unlink), ("*.safetensors", halve)]
 )
 def test_a_folder_without_a_model_is_refused(llama, tmp_path, pattern, change):
-    folder = changed(llama, tmp_path / "model", pattern, change)
-    with pytest.raises(ModelError, match="causal language model") as caught:
-        load_model(folder)
-    assert says_all(caught.value) and caught.value.got == folder
+    folder = shutil.copytree(llama, tmp_path / "model")
+    for file in folder.glob(pattern):
+        change(file)
+    with refused(ModelError, "causal language model") as caught:
+        load_model(str(folder))
+    assert caught.value.got == str(folder)
 
 
 def retensored(folder: str | Path, target: Path, names: Callable[[str], str], **more: torch.Tensor) -> str:
@@ -107,9 +87,9 @@ def test_a_model_whose_weights_are_not_all_in_its_files_is_refused_by_their_name
             (lacking, r"missing: \S*(1.mlp.down_proj.weight|mlp.c_fc.bias)"),
             (renamed, r"missing: .*; .* place in the model: \S*7"),
         ):
-            with pytest.raises(ModelError, match="do not belong to the model") as caught:
+            with refused(ModelError, "do not belong to the model") as caught:
                 load(folder)
-            assert says_all(caught.value) and folder in caught.value.got and re.search(named, caught.value.got)
+            assert folder in caught.value.got and re.search(named, caught.value.got)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -132,18 +112,16 @@ def test_an_adapter_of_which_a_part_is_not_there_or_would_be_left_out_is_refused
     (whole / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": ["q_proj"]}))
     left_out = r"(?s)without a place in the model: \S*down_proj"
     for folder, said in (("a", r"missing: \S*1.mlp.up_proj.lora_A"), ("b", r"missing: .*place"), ("whole", left_out)):
-        with pytest.raises(ModelError, match=said) as caught:
+        with refused(ModelError, said):
             with_adapter(tiny_llama(), config, tmp_path / folder)
-        assert says_all(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Qwen2", "GPTNeoX", "OPT", "Cohere", "Llama"])
 def test_a_folder_without_a_tokenizer_is_told_so_before_its_prompts_are_blamed(kind, tmp_path):
     """Of most kinds transformers 5 makes a tokenizer of special tokens alone."""
     getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="the tokenizer is missing|cannot load a tokenizer") as caught:
+    with refused(ModelError, "(?s)(the tokenizer is missing|cannot load a tokenizer).*--tokenizer FOLDER"):
         load_tokenizer(str(tmp_path))
-    assert says_all(caught.value) and "--tokenizer FOLDER" in caught.value.fix
     arithmetic_tokenizer().save_pretrained(tmp_path)
     assert set(arithmetic_tokenizer().get_vocab()) <= set(load_tokenizer(str(tmp_path)).get_vocab())
 
@@ -152,9 +130,8 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
     tokenizer = arithmetic_tokenizer()
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="no end token") as caught:
+    with refused(ModelError, "no end token"):
         load_tokenizer(str(tmp_path))
-    assert says_all(caught.value)
 
 
 def test_an_adapter_starts_as_nothing_and_trains_only_itself():
@@ -169,53 +146,48 @@ def test_an_adapter_starts_as_nothing_and_trains_only_itself():
     assert {p.shape[0] for name, p in policy.named_parameters() if "lora_A" in name} == {3}
 
 
-def test_an_adapter_goes_where_it_is_told(tmp_path):
+def test_an_adapter_goes_where_it_is_told():
     policy = with_adapter(tiny_llama(), ModelConfig(lora_r=2, lora_target_modules=("q_proj", "v_proj")))
     assert {n.split(".")[-4] for n, p in policy.named_parameters() if p.requires_grad} == {"q_proj", "v_proj"}
-    with pytest.raises(ModelError, match="does not fit") as caught:
-        with_adapter(tiny_llama(), ModelConfig(lora_r=2, lora_target_modules=("c_attn",)))
-    assert says_all(caught.value)
 
 
 def test_end_tokens_are_the_tokenizers_and_the_models():
     tokenizer, model = arithmetic_tokenizer(), tiny_llama()
     for given, expected in ((None, [1]), (7, [1, 7]), ([9, 1, 4], [1, 4, 9])):
         model.generation_config.eos_token_id = given
-        assert end_tokens(model, tokenizer) == expected
+        assert models.end_tokens(model, tokenizer) == expected
 
 
 def test_a_checkpoint_of_klamps_is_a_model(llama: str, tmp_path: Path) -> None:
     step = tmp_path / "run" / "checkpoints" / "step-000002"
     shutil.copytree(llama, step / "policy")
-    assert weights_folder(str(step)) == weights_folder(str(step / "policy")) == str(step / "policy")
-    assert (weights_folder(llama), weights_folder("owner/name")) == (llama, "owner/name"), "as they are"
+    assert models.weights_folder(str(step)) == models.weights_folder(str(step / "policy")) == str(step / "policy")
+    assert (models.weights_folder(llama), models.weights_folder("owner/name")) == (llama, "owner/name"), "as they are"
     assert load_model(str(step)).config.model_type == "llama"
     assert load_tokenizer(str(step)).eos_token_id is not None
-    assert max_length(configuration(str(step))) == max_length(configuration(llama)) == 64
+    assert models.max_length(models.configuration(str(step))) == models.max_length(models.configuration(llama)) == 64
 
 
 def test_a_run_names_its_newest_checkpoint(llama: str, tmp_path: Path) -> None:
     for step in (2, 10):
         shutil.copytree(llama, tmp_path / "checkpoints" / f"step-{step:06d}" / "policy")
-    with pytest.raises(ModelError, match="holds a run") as caught:
+    with refused(ModelError, "(?s)holds a run.*step-000010"):
         load_model(str(tmp_path))
-    assert "step-000010" in caught.value.fix
 
 
 @pytest.mark.parametrize("inside", [".", "policy"])
 def test_an_adapter_is_no_model(tmp_path: Path, inside: str) -> None:
     (tmp_path / inside).mkdir(exist_ok=True)
     (tmp_path / inside / "adapter_config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ModelError, match="LoRA adapter") as caught:
+    with refused(ModelError, "(?s)LoRA adapter.*--resume.*merge_and_unload"):
         load_model(str(tmp_path))
-    assert "--resume" in caught.value.fix and "merge_and_unload" in caught.value.fix
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c", __file__])
 def test_what_is_no_id_of_the_hub_is_a_path(name: str) -> None:
-    with pytest.raises(ModelError, match="cannot load a causal") as caught:
+    with refused(ModelError, "(?s)cannot load a causal.*OWNER/NAME") as caught:
         load_model(name)
-    assert caught.value.got == name and "OWNER/NAME" in caught.value.why
+    assert caught.value.got == name
 
 
 def copied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -226,21 +198,19 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def trained(context, *, updates: int = 3) -> None:
+def trained(context) -> None:
     optimizer = SGD([p for p in context.policy.parameters() if p.requires_grad], lr=0.5)
-    for step in range(updates):
+    for step in range(2):
         update(context, optimizer, rollout_of(context, step=step, beta=0.1), context.objective)
 
 
 def test_a_frozen_copy_stays_bit_identical_while_the_policy_trains(context_of):
     context = context_of()
     start = copied(context.policy)
-    assert isinstance(context.reference, LocalReference)
     assert same(start, copied(context.reference.model)), "it starts as the policy"
     trained(context)
     assert same(start, copied(context.reference.model))
     assert not same(start, copied(context.policy))
-    assert context.reference.model is not context.policy
     assert not any(p.requires_grad or p.grad is not None for p in context.reference.model.parameters())
     with context.reference.sampling_model() as model:
         assert model is context.reference.model
@@ -279,30 +249,19 @@ def test_with_the_adapter_off_the_policy_is_its_base_model(context_of):
     assert same(before, copied(context.policy))
 
 
-class Models(Observer):
-    def __init__(self) -> None:
-        gc.collect()
-        self.before = self._count()
-        self.models = 0
-
-    @staticmethod
-    def _count() -> int:
-        return sum(type(thing) is LlamaForCausalLM for thing in gc.get_objects())
-
-    def on_step(self, step, metrics) -> None:
-        if step == 1:
-            self.models = self._count() - self.before
+def models_in_memory() -> int:
+    return sum(type(thing) is LlamaForCausalLM for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize(
-    ("changes", "models"),
-    [({"beta": 0.0}, 1), ({"beta": 0.02}, 2), ({"beta": 0.0, "lora_r": 2}, 1), ({"beta": 0.02, "lora_r": 2}, 1)],
+    ("changes", "count"), [({"beta": 0.0}, 1), ({"beta": 0.02}, 2), ({"beta": 0.02, "lora_r": 2}, 1)]
 )
-def test_a_reference_is_held_only_where_it_is_needed(config_of, tmp_path, changes, models):
-    counter, is_held = Models(), changes["beta"] > 0
-    train_run(config_of(max_steps=1, eval_size=1, **changes), [counter])
-    assert counter.models == models
-    (row,) = steps_of(tmp_path / "run")
+def test_a_reference_is_held_only_where_it_is_needed(context_of, changes, count):
+    gc.collect()
+    before = models_in_memory()
+    trainer = Trainer(context_of(**changes), [])
+    row, is_held = trainer.train_step(), changes["beta"] > 0
+    assert models_in_memory() - before == count
     about_kl = [name for name in row if name.startswith(("kl/", "ref/"))]
     assert bool(about_kl) == is_held, "without a reference there is no KL to report"
     assert row["train/kl_penalty"] == 0.0 or is_held

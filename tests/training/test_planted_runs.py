@@ -1,8 +1,4 @@
-"""Runs with something planted in them, trained here and now: each shows what any seed of it must.
-
-What exactly is found in one course of each, and when, is tested on records, in tests/recorded. Here is what holds
-whatever the processor and the seed: `python -m tests.recorded --seeds 10` tries it.
-"""
+"""Runs with something planted in them show what any seed of them must (`python -m tests.recorded --seeds 10`)."""
 
 from pathlib import Path
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.training.conftest import TINY, rows_of, steps_of, stored, tiny_llama
+from tests.training.conftest import TINY, refused, rows_of, steps_of, stored, tiny_llama
 
 from klamp.cli.arguments import parse_train
 from klamp.doctor.readers import read_record
@@ -45,10 +45,10 @@ OTHER |= {"reward": "exact_match", "reference": "ema", "chat_template": True, "s
 
 @pytest.mark.parametrize("field", OTHER)
 def test_what_cannot_change_is_refused_with_how_to_start_a_new_run(resumed, field, tmp_path):
-    with pytest.raises(ConfigError, match=f"a resume cannot change {field}") as caught:
+    policy = tmp_path / "run" / "checkpoints" / "step-000002" / "policy"
+    words = f"(?s)a resume cannot change {field}.*{field} .*->.*step 2.*klamp train --model {policy}"
+    with refused(ConfigError, words):
         resumed(**{field: OTHER[field]})
-    assert f"{field} " in caught.value.got and "->" in caught.value.got and "step 2" in caught.value.got
-    assert f"klamp train --model {tmp_path / 'run' / 'checkpoints' / 'step-000002' / 'policy'}" in caught.value.fix
 
 
 NEW = {"learning_rate": 1e-3, "max_grad_norm": 0.5, "beta": 0.2, "target_kl": 0.1, "stop_on": ["kl-far"]}
@@ -64,28 +64,26 @@ def test_what_people_change_after_a_spike_may_change(resumed, field):
 @pytest.mark.parametrize("moving", ["ema", "periodic"])
 @pytest.mark.parametrize(("field", "was", "now"), [("beta", 0.0, 0.1), ("reference", "frozen", None)])
 def test_a_moving_reference_cannot_begin_at_a_resume(resumed, moving, field, was, now):
-    with pytest.raises(ConfigError, match=f"cannot change {field}") as caught:
+    with refused(ConfigError, f"(?s)cannot change {field}.*the run had no reference that moves"):
         resumed({"reference": moving, field: was}, **{field: now or moving})
-    assert "from the checkpoint, and the run had no reference that moves" in caught.value.why
 
 
 def test_another_model_or_data_is_named_and_a_copy_is_the_same(resumed, llama, gpt2, tmp_path):
     copied = str(shutil.copytree(llama, tmp_path / "copy"))
     assert f"-> {copied}" in resumed(model=copied)[1]
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
-    for field, other in {"model": gpt2, "ref_model": gpt2, "task": str(tmp_path / "rows.jsonl")}.items():
-        with pytest.raises(ConfigError, match=f"cannot change {field}") as caught:
+    others = {"model": gpt2, "ref_model": gpt2, "teacher_model": gpt2, "task": str(tmp_path / "rows.jsonl")}
+    for field, other in others.items():
+        with refused(ConfigError, f"(?s)cannot change {field}.*{other}.*{tmp_path / 'run'}"):
             resumed(**{field: other})
-        assert other in caught.value.got and str(tmp_path / "run") in caught.value.got
     stored(tiny_llama(hidden_size=16), Path(copied))
     with pytest.raises(ConfigError, match="cannot change model"):
         resumed(model=copied)
 
 
 def test_steps_that_are_done_are_not_taken_back_and_without_one_all_may_change(resumed, tmp_path):
-    with pytest.raises(ConfigError, match="cannot change max_steps") as caught:
+    with refused(ConfigError, "(?s)cannot change max_steps.*2 steps are done"):
         resumed(max_steps=1)
-    assert "2 steps are done" in caught.value.why
     config = TrainConfig.from_flat({"resume": True, "output_dir": str(tmp_path / "run"), "seed": 5})
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert check_resume(config, tmp_path / "run") is None
@@ -95,9 +93,8 @@ def test_steps_that_are_done_are_not_taken_back_and_without_one_all_may_change(r
 def test_a_checkpoint_that_does_not_say_whose_it_is_is_not_continued(resumed, tmp_path, damage):
     resumed()
     (tmp_path / "run" / "checkpoints" / "step-000002" / IDENTITY).write_text(damage)
-    with pytest.raises(RunFolderError, match="does not say which run") as caught:
+    with refused(RunFolderError, "(?s)does not say which run.*klamp train --model"):
         resumed()
-    assert "klamp train --model" in caught.value.fix
 
 
 def test_the_history_says_what_was_in_force_when():
@@ -113,19 +110,9 @@ def test_the_history_says_what_was_in_force_when():
     assert in_force(values | {"history": [{"until": "x", "beta": 3}, 7, {"until": 2, "no_field": 1}]}, 1)["beta"] == 0.5
 
 
-@pytest.fixture(scope="module")
-def begun(llama, tmp_path_factory):
-    """Runs of two steps, by what they were begun with; each is made once."""
-    made = {}
-
-    def folder(**changes):
-        key = json.dumps(changes)
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("begun") / "run"
-            train_run(TrainConfig.from_flat({**BEGUN, "model": llama, **changes, "output_dir": str(made[key])}))
-        return made[key]
-
-    return folder
+@pytest.fixture
+def begun(run_once):
+    return lambda **changes: run_once(**BEGUN | changes)
 
 
 def go_on(source: Path, folder: Path, **changes) -> Path:
@@ -145,20 +132,16 @@ def test_a_checkpoint_holds_the_runs_identity(begun, tmp_path):
     assert later["run"] == first["run"] and later["config"]["beta"] == 0.5 and later["sha256"] == first["sha256"]
 
 
-def content(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.mark.parametrize(("edit", "named"), [("num_iterations: 4", "num_iterations"), ("", "")])
 def test_an_edited_config_yaml_is_refused_and_nothing_is_written(begun, tmp_path, edit, named):
     folder = Path(shutil.copytree(begun(num_iterations=2), tmp_path / "run"))
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("num_iterations: 2", edit) if edit else "")
-    before = content(folder)
+    before = [(path, path.stat().st_mtime_ns) for path in folder.rglob("*")]
     config = parse_train(["--resume", str(folder), "--max_steps", "6"])[0]
     with pytest.raises(ConfigError, match=f"a resume cannot change {named}"):
         train_run(config)
-    assert content(folder) == before
+    assert [(path, path.stat().st_mtime_ns) for path in folder.rglob("*")] == before
 
 
 def test_new_values_count_from_the_next_step_on_and_readers_know_since_when(begun, tmp_path):

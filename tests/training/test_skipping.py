@@ -5,46 +5,38 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.training.conftest import disturb, rollout_of
-from tests.training.test_updates import BETA, CLIP, assert_equal
-from torch.optim import SGD
+from tests.training.conftest import IN_REWARD, disturb, rollout_of
+from tests.training.test_updates import BETA, CLIP, assert_equal, gradient_of
 
 from klamp.lab import updates
 from klamp.lab.loop import Trainer
-from klamp.lab.updates import update, with_old_logprobs
+from klamp.lab.updates import with_old_logprobs
 
 HALF = {"reward": "tests.training.rewards:half", "max_grad_norm": 0.0, "prompts_per_step": 6}
 
 
-class Counted:
-    """Rows that go through a model's forward passes, with and without gradient."""
-
-    def __init__(self) -> None:
-        self.learning, self.scoring, self.passes = 0, 0, 0
-
-    def __call__(self, module, args, kwargs, out) -> None:
-        rows = kwargs["input_ids"].shape[0]
-        self.passes += 1
-        self.learning += rows * torch.is_grad_enabled()
-        self.scoring += rows * (not torch.is_grad_enabled())
-
-
 @contextmanager
 def counting(model):
-    counted = Counted()
+    """Of each forward pass its rows, and whether it has a gradient."""
+    passes = []
     decoder = getattr(model, "get_base_model", lambda: model)().model
-    handle = decoder.register_forward_hook(counted, with_kwargs=True)
+    handle = decoder.register_forward_hook(
+        lambda module, args, kwargs, out: passes.append((len(kwargs["input_ids"]), torch.is_grad_enabled())),
+        with_kwargs=True,
+    )
     try:
-        yield counted
+        yield passes
     finally:
         handle.remove()
 
 
+def rows_of(passes, *, learning: bool) -> int:
+    return sum(rows for rows, has_gradient in passes if has_gradient is learning)
+
+
 def updated(context, rollout, beta):
-    parameters = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}
-    with counting(context.policy) as counted:
-        output = update(context, SGD(parameters.values(), lr=0.0), rollout, context.objective.weighted(beta))
-    return {name: p.grad.clone() for name, p in parameters.items()}, output, counted
+    with counting(context.policy) as passes:
+        return *gradient_of(context, rollout, beta), passes
 
 
 def without_skipping(context, rollout, beta, monkeypatch):
@@ -69,13 +61,13 @@ def test_sequences_without_a_gradient_get_no_backward_pass_and_change_no_number(
     context = context_of(beta=beta, **HALF, **changes)
     disturb(context.policy, size=0.03)
     rollout = rollout_of(context, prompts=6, beta=beta)
-    gradient, output, counted = updated(context, rollout, beta)
+    gradient, output, passes = updated(context, rollout, beta)
     expected, whole, every = without_skipping(context, rollout, beta, monkeypatch)
     assert_equal(gradient, expected, tolerance=3e-6)
     share = output.losses["policy/skipped"]
     assert 0 < share < 1 and whole.losses["policy/skipped"] == 0
-    assert counted.learning == round(24 * (1 - share)) and every.learning == 24
-    assert counted.scoring == (0 if rollout.before is not None else round(24 * share))
+    assert rows_of(passes, learning=True) == round(24 * (1 - share)) and rows_of(every, learning=True) == 24
+    assert rows_of(passes, learning=False) == (0 if rollout.before is not None else round(24 * share))
     names = output.losses.keys() - {"policy/skipped"}
     assert {n: output.losses[n] for n in names} == pytest.approx({n: whole.losses[n] for n in names}, abs=1e-6)
     for name in ("logprobs", "entropy", "exact", "exact_forward"):
@@ -89,35 +81,37 @@ def test_a_second_update_scores_the_skipped_rows_anew(context_of):
     context = context_of(beta=BETA, **HALF, kl_clip_method="hard", **CLIP)
     disturb(context.policy, size=0.03)
     rollout = rollout_of(context, prompts=6, beta=BETA)
-    _, first, counted = updated(context, rollout, BETA)
-    assert counted.scoring == 0
+    _, first, passes = updated(context, rollout, BETA)
+    assert rows_of(passes, learning=False) == 0
     disturb(context.policy, size=0.02)
     rollout = with_old_logprobs(rollout, first)
     assert rollout.before is None
-    _, second, counted = updated(context, rollout, BETA)
-    assert counted.scoring + counted.learning == 24 and counted.scoring > 0
+    _, second, passes = updated(context, rollout, BETA)
+    assert rows_of(passes, learning=False) == 24 - rows_of(passes, learning=True) > 0
     skipped = rollout.mask & (rollout.advantages == 0)[:, None]
     assert (second.scores.logprobs - first.scores.logprobs)[skipped].abs().mean() > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("changes", "policy", "reference"),
+    ("changes", "before", "updates", "reference"),
     [
-        ({}, 1, 1),
-        ({"num_iterations": 3}, 3, 1),
-        ({"gradient_accumulation_steps": 2}, 2, 2),
-        ({"kl_clip_method": "hard", "kl_reference_length": 5}, 1, 1),
+        ({}, 0, 1, 1),
+        ({"num_iterations": 3}, 0, 3, 1),
+        ({"gradient_accumulation_steps": 2}, 0, 2, 2),
+        ({"kl_estimator": "exact", "kl_horizon": "sequence"}, 0, 1, 1),
+        ({"kl_estimator": "k1", "kl_placement": "advantage"}, 0, 1, 1),
+        ({"kl_clip_method": "hard", "kl_reference_length": 5}, 1, 1, 1),
+        (IN_REWARD | {"loss_type": "dr_grpo"}, 1, 1, 1),
     ],
 )
-def test_a_step_makes_so_many_passes_and_no_more(context_of, changes, policy, reference):
-    """On-policy, the log-probabilities of the first update are the old ones: nothing is scored twice."""
+def test_a_step_makes_so_many_passes_and_no_more(context_of, changes, before, updates, reference):
+    """The policy scores before the update only where something depends on it, and no more for the old policy."""
     trainer = Trainer(context_of(beta=BETA, **changes), [])
     context = trainer.context
     disturb(context.policy, size=0.03)
-    sampled = []
-    context.scorer.register_forward_hook(lambda *_: sampled.append(1))
+    passes = []
+    context.scorer.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     with counting(context.reference.model) as there:
         trainer.train_step()
-    before = 1 if "kl_clip_method" in changes else 0
-    assert len(sampled) == policy + before
-    assert there.passes == reference
+    assert passes == [False] * before + [True] * updates
+    assert len(there) == reference

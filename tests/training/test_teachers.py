@@ -10,22 +10,21 @@ import torch
 from tests.batches import changed
 from tests.hosts.teachers import KINDS, at_prefixes
 from tests.training.answering import VLLMServer, answering
-from tests.training.conftest import disturb, rows_of, steps_of, stored, tiny_llama
-from tests.training.test_resume import StopAfter, assert_same_run
+from tests.training.conftest import TINY, AfterStep, disturb, greedy, steps_of, steps_taken, stored, tiny_llama
+from tests.training.test_resume import assert_same_run
 from torch.optim import SGD
-from transformers import GenerationConfig
 
 from klamp.core.objective import grpo_loss
 from klamp.doctor.metrics import settings_of_run
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, TrainingStopped
 from klamp.hosts.common.anchors import check_same
 from klamp.lab.backends import train_run
-from klamp.lab.checkpoint import check_resume
+from klamp.lab.config import TrainConfig
 from klamp.lab.folders import lines_of
 from klamp.lab.loop import Trainer, take_step
 from klamp.lab.models import load_model
 from klamp.lab.rollouts import collect
-from klamp.lab.setup import open_inputs
+from klamp.lab.setup import build, open_inputs
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 from klamp.lab.updates import adamw, completion_row, measured, scored_batch, taught_of, update, with_old_logprobs
 from klamp.scoring.completions import select
@@ -44,11 +43,19 @@ def scored(context, **changes):
     return rollout, scores, scored_batch(context, rollout, scores, objective)
 
 
+@pytest.fixture(scope="module")
+def taught(llama, teacher):
+    """A policy with a reference and a teacher."""
+    context = build(TrainConfig.from_flat({"model": llama, **TINY, "teacher_model": teacher, "beta": 0.3}))
+    disturb(context.policy, seed=3, size=0.02)
+    return context
+
+
 @pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_value_and_gradient_are_those_of_whole_rows(context_of, teacher, kind):
-    context = context_of(teacher_model=teacher, beta=0.3, scale_rewards="none", **KINDS[kind])
-    disturb(context.policy, seed=3, size=0.02)
+def test_value_and_gradient_are_those_of_whole_rows(taught, config_of, teacher, kind):
+    config = config_of(teacher_model=teacher, beta=0.3, scale_rewards="none", **KINDS[kind])
+    context = replace(taught, config=config, teachers=replace(taught.teachers, config=config.teacher))
     rollout, _, batch = scored(context)
     models = (context.policy, context.teachers.models[""].model)
     logits, teacher_logits = (score(model, rollout.completions, temperature=1.0).logits for model in models)
@@ -94,7 +101,6 @@ ROWS = [
 
 
 def test_the_teacher_sees_its_own_prompt_and_the_same_answer(context_of, teacher, tmp_path):
-    """Case: the ids of the answer stand later behind a longer prompt, and are the same."""
     task = prompts_file(tmp_path, ROWS)
     context = context_of(teacher_model=teacher, teacher_prompt="hint", train_size=0, **task, **ALONE)
     rollout, _, _ = scored(context)
@@ -111,7 +117,6 @@ def test_the_teacher_sees_its_own_prompt_and_the_same_answer(context_of, teacher
 
 
 def test_each_row_gets_the_numbers_of_its_own_teacher(context_of, teacher, llama, tmp_path):
-    """Case: concatenated in the teachers' order, they would belong to other rows."""
     several = prompts_file(tmp_path, ROWS) | {"teacher_models": (f"a={teacher}", f"b={llama}"), "teacher_key": "who"}
     context = context_of(train_size=0, teacher_estimator="exact", gradient_accumulation_steps=2, **several, **ALONE)
     rollout, scores, _ = scored(context)
@@ -129,7 +134,9 @@ def test_each_row_gets_the_numbers_of_its_own_teacher(context_of, teacher, llama
 @pytest.mark.parametrize(
     "changes",
     [
-        {"teacher_estimator": "topk", "teacher_top_k": 3, **ALONE, "num_generations": 1},
+        pytest.param(
+            {"teacher_estimator": "topk", "teacher_top_k": 3, **ALONE, "num_generations": 1}, marks=pytest.mark.slow
+        ),
         {"teacher_coef": 0.3, "teacher_estimator": "exact", "num_iterations": 2, "teacher_off_policy": "token"},
         {"teacher_kind": "ema", "teacher_decay": 0.5, "teacher_horizon": "sequence"},
         {"teacher_schedule": "linear", "teacher_placement": "advantage", "lora_r": 2},
@@ -137,18 +144,19 @@ def test_each_row_gets_the_numbers_of_its_own_teacher(context_of, teacher, llama
     ids=["alone", "three anchors", "ema", "schedule"],
 )
 def test_a_killed_run_goes_on_with_the_same_numbers(config_of, teacher, tmp_path, changes):
-    fields = {"max_steps": 4} | ({} if "teacher_kind" in changes else {"teacher_model": teacher}) | changes
+    fields = {"max_steps": 3, "eval_every": 0, "eval_size": 1} | changes
+    fields |= {} if "teacher_kind" in changes else {"teacher_model": teacher}
     train_run(config_of(output_dir=str(tmp_path / "whole"), **fields))
     parts = config_of(output_dir=str(tmp_path / "parts"), **fields)
     with pytest.raises(TrainingStopped):
-        train_run(parts, [StopAfter(2)])
+        train_run(parts, [AfterStep(1)])
     train_run(replace(parts, run=replace(parts.run, resume=True)))
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
     rows = steps_of(tmp_path / "whole")
     for row in rows:
         assert "teacher/kl" in row and ("train/teacher_penalty" in row) == ("teacher_placement" not in changes)
     if "teacher_schedule" in changes:
-        assert [row["teacher/coef"] for row in rows] == [1.0, 0.75, 0.5, 0.25]
+        assert [row["teacher/coef"] for row in rows] == pytest.approx([1, 2 / 3, 1 / 3])
 
 
 @pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
@@ -183,40 +191,32 @@ def test_a_teacher_that_follows_the_policy_moves_after_each_step(context_of, cha
     assert max(float((a - b).abs().max()) for a, b in zip(expected, start, strict=True)) > 1e-4
 
 
-def test_training_brings_the_policy_to_its_teacher(config_of, teacher, tmp_path):
-    train_run(
-        config_of(teacher_model=teacher, teacher_estimator="exact", max_steps=30, eval_every=0, save_every=0, **ALONE)
-    )
-    course = [row["teacher/kl"] for row in steps_of(tmp_path / "run")]
-    assert course[-1] < 0.5 * course[0]
-    assert {"reward_std", "groups/saturated", "beta/price"}.isdisjoint(rows_of(tmp_path / "run")[-2])
+def test_training_brings_the_policy_to_its_teacher(context_of, teacher):
+    context = context_of(teacher_model=teacher, teacher_estimator="exact", max_steps=12, learning_rate=2e-2, **ALONE)
+    course = steps_taken(context, 12)
+    assert course[-1]["teacher/kl"] < 0.5 * course[0]["teacher/kl"]
+    assert {"reward_std", "groups/saturated", "beta/price"}.isdisjoint(course[-1])
 
 
 def test_placeholders_of_a_teacher_are_an_alarm_of_the_step_without_logged_completions(config_of, teacher, tmp_path):
     """Case: an output head of zeros gives every token the same log-probability."""
     flat = load_model(teacher)
     flat.lm_head.weight.data.zero_()
-    flat.save_pretrained(tmp_path / "teacher")
-    arithmetic_tokenizer().save_pretrained(tmp_path / "teacher")
-    fields = {"max_steps": 1, "eval_every": 0, "save_every": 0, "log_completions": 0, **ALONE}
-    for name, folder in (("flat", str(tmp_path / "teacher")), ("sound", teacher)):
+    fields = {"max_steps": 1, "eval_every": 0, "eval_size": 1, "save_every": 0, "log_completions": 0, **ALONE}
+    for name, folder in (("flat", stored(flat, tmp_path / "teacher")), ("sound", teacher)):
         train_run(config_of(teacher_model=folder, output_dir=str(tmp_path / name), **fields))
         told = [row["name"] for row in lines_of(tmp_path / name / "alarms.jsonl") if row["step"] == 1]
         assert ("teacher-silent" in told) == (name == "flat")
 
 
-def test_what_is_seen_of_each_of_several_teachers(config_of, teacher, llama, tmp_path):
+def test_what_is_seen_of_each_of_several_teachers(context_of, teacher, llama, tmp_path):
     fields = prompts_file(tmp_path, ROWS) | {"teacher_models": (f"a={teacher}", f"b={llama}"), "teacher_key": "who"}
-    fields |= {"train_size": 0, "teacher_estimator": "topk", "teacher_top_k": 3, "max_steps": 1, "beta": 0.0}
-    rows = []
-    for parts in (1, 2):
-        folder = str(tmp_path / str(parts))
-        train_run(config_of(output_dir=folder, gradient_accumulation_steps=parts, **fields))
-        rows += steps_of(folder)
+    fields |= {"train_size": 0, "teacher_estimator": "topk", "teacher_top_k": 3, "beta": 0.0}
+    (row,), (in_parts,) = (steps_taken(context_of(gradient_accumulation_steps=n, **fields), 1) for n in (1, 2))
     for key in ("teacher/kl.a", "teacher/kl.b", "teacher/student_mass", "teacher/overlap_ratio"):
-        assert rows[0][key] == pytest.approx(rows[1][key], abs=1e-6), key
-    assert rows[0]["teacher/kl.a"] > rows[0]["teacher/kl"] > rows[0]["teacher/kl.b"] == pytest.approx(0, abs=1e-5)
-    assert 0 < rows[0]["teacher/end"] < 1
+        assert row[key] == pytest.approx(in_parts[key], abs=1e-6), key
+    assert row["teacher/kl.a"] > row["teacher/kl"] > row["teacher/kl.b"] == pytest.approx(0, abs=1e-5)
+    assert 0 < row["teacher/end"] < 1
 
 
 def test_a_completion_that_is_written_has_the_teacher_s_numbers(context_of, teacher):
@@ -246,17 +246,37 @@ def test_a_reward_that_holds_the_kl_to_the_teacher_is_another_reward(context_of,
     [
         ({"reward": "none"}, ConfigError, "reward='none' needs a teacher"),
         ({"num_generations": 1}, ConfigError, "leaves a reward nothing to be compared with"),
-        (ALONE | IN_TEACHERS_REWARD, ConfigError, "needs a reward"),
+        ({"teacher_model": "builtin"} | ALONE | IN_TEACHERS_REWARD, ConfigError, "needs a reward"),
         ({"teacher_kind": "adapter_off"}, ConfigError, "needs an adapter"),
         ({"teacher_kind": "live"}, ConfigError, "needs teacher_prompt"),
-        ({"teacher_prompt": "hint"}, DataError, "has no 'hint' for the teacher"),
+        ({"teacher_url": "http://host:1", "temperature": 0.7}, ConfigError, "at temperature 1 only"),
+        ({"teacher_model": "builtin", "teacher_prompt": "hints"}, DataError, "no 'hints' for the teacher"),
+        ({"teacher_models": ("a=builtin",), "teacher_key": "who"}, DataError, "a teacher that does not exist: 'b'"),
         ({"teacher_model": "nowhere/DIR"}, ModelError, "cannot load"),
+        ({"ref_model": "nowhere/DIR", "beta": 0.1}, ModelError, "cannot load"),
     ],
 )
-def test_what_cannot_work_is_refused_before_any_work(config_of, teacher, changes, error, text):
-    own = {"teacher_kind", "teacher_model"} & changes.keys() or changes in ({"reward": "none"}, {"num_generations": 1})
+@pytest.mark.parametrize("begin", [train_run, open_inputs])
+def test_what_cannot_work_is_refused_before_any_work(config_of, tmp_path, begin, changes, error, text):
+    """By a run, and by `klamp train --dry_run`, which opens these inputs."""
+    task = prompts_file(tmp_path, ROWS) | {"train_size": 0}
     with pytest.raises(error, match=re.escape(text)):
-        train_run(config_of(**({} if own else {"teacher_model": teacher}) | changes))
+        begin(config_of(**task | changes))
+
+
+def test_one_prompt_has_one_prompt_for_the_teacher(config_of, tmp_path):
+    task = prompts_file(tmp_path, [*ROWS, dict(ROWS[0], hint="1+1=")]) | {"train_size": 0}
+    with pytest.raises(DataError, match="one prompt has two prompts for the teacher"):
+        open_inputs(config_of(teacher_model="builtin", teacher_prompt="hint", **task))
+
+
+@pytest.mark.parametrize(("name", "fields"), [("teacher", {"teacher_kind": "ema", "beta": 0.0}), ("kl", {"beta": 0.1})])
+def test_later_updates_without_a_correction_are_warned_of(config_of, name, fields):
+    with pytest.warns(KLWarning, match=f"tokens of an older policy.*Set {name}_off_policy='token'"):
+        config_of(num_iterations=2, **fields)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLWarning)
+        config_of(num_iterations=2, **{f"{name}_off_policy": "token"}, **fields)
 
 
 def test_after_the_last_step_the_teachers_answer(config_of, context_of, teacher, llama, tmp_path):
@@ -274,102 +294,57 @@ def test_after_the_last_step_the_teachers_answer(config_of, context_of, teacher,
     assert {row["step"] for row in theirs} == {2} and {row["step"] for row in written} == {0, 1, 2}
     assert {row["question"] for row in theirs} == {row["prompt"] for i, row in enumerate(rows) if i not in (3, 4)}
     context = context_of(**held, **ours, **both)
-    settings = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=context.stop, pad_token_id=context.pad)
     for row in theirs:
         (own,) = (prompt for prompt in rows if prompt["prompt"] == row["question"])
-        ids = context.tokenizer(own["hint"], return_tensors="pt")["input_ids"]
-        model = context.teachers.models[own["who"]].model
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-        assert row["completion"] == context.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-
-
-def test_keys_and_columns_are_checked(context_of, teacher, tmp_path):
-    rows = [dict(row, who="c") if i == 3 else row for i, row in enumerate(ROWS)]
-    two = {"teacher_models": (f"a={teacher}", f"b={teacher}"), "teacher_key": "who"}
-    with pytest.raises(DataError, match="a prompt names a teacher that does not exist: 'c'"):
-        context_of(train_size=0, **two, **prompts_file(tmp_path, rows), **ALONE)
-    twice = [*ROWS, dict(ROWS[0], hint="1+1=")]
-    with pytest.raises(DataError, match="one prompt has two prompts for the teacher"):
-        context_of(train_size=0, teacher_model=teacher, teacher_prompt="hint", **prompts_file(tmp_path, twice), **ALONE)
+        assert row["completion"] == greedy(context, context.teachers.models[own["who"]].model, own["hint"])
 
 
 def test_another_tokenizer_is_refused_and_another_end_is_told(context_of, tmp_path):
-    other = tmp_path / "other"
-    stored(tiny_llama(), other)
+    other, ends = tmp_path / "other", tmp_path / "ends"
+    for folder in (other, ends):
+        stored(tiny_llama(), folder)
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text().replace('"1":', '"&":'))
     with pytest.raises(ModelError, match="another tokenizer than the policy"):
         context_of(teacher_model=str(other), **ALONE)
-    ends = tmp_path / "ends"
-    stored(tiny_llama(), ends)
     settings = json.loads((ends / "tokenizer_config.json").read_text())
     (ends / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "="}))
     with pytest.warns(KLWarning, match="The teacher ends an answer with '='"):
         context_of(teacher_model=str(ends), **ALONE)
 
 
-def test_what_cannot_work_is_said_before_any_weights_are_read(config_of, teacher, tmp_path):
-    """`klamp train --dry_run` opens these inputs, and has no other word."""
-    task, gone = prompts_file(tmp_path, ROWS) | {"train_size": 0}, str(tmp_path / "gone")
-    refused: list[tuple[type[Exception], str, dict]] = [
-        (ModelError, "cannot load a model's configuration", {"teacher_model": gone}),
-        (ModelError, "cannot load a model's configuration", {"ref_model": gone, "beta": 0.1}),
-        (DataError, "no 'hints' for the teacher", {"teacher_model": teacher, "teacher_prompt": "hints"}),
-        (DataError, "names a teacher that does not", {"teacher_models": (f"a={teacher}",), "teacher_key": "who"}),
-        (ConfigError, "at temperature 1 only", {"teacher_url": "http://host:1", "temperature": 0.7}),
-    ]
-    for kind, words, fields in refused:
-        with pytest.raises(kind, match=words):
-            open_inputs(config_of(**task | fields))
-    assert open_inputs(config_of(teacher_model=teacher, teacher_prompt="hint", **task)).train
-    for name, fields in {"teacher": {"teacher_model": teacher, "beta": 0.0}, "kl": {"beta": 0.1}}.items():
-        with pytest.warns(KLWarning, match=f"tokens of an older policy.*Set {name}_off_policy='token'"):
-            config_of(num_iterations=2, **fields)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", KLWarning)
-            config_of(num_iterations=2, **{f"{name}_off_policy": "token"}, **fields)
-
-
 def test_a_prompt_past_the_positions_of_an_anchor_is_refused(context_of, config_of, tmp_path):
     short = stored(tiny_llama(max_position_embeddings=12), tmp_path / "short")
     task = prompts_file(tmp_path, ROWS) | {"train_size": 0, "max_completion_length": 8, "beta": 0.1}
     assert context_of(teacher_model=short, ref_model=short, **task).teachers, "the policy's prompts fit"
-    long = {"max_completion_length": 10}
-    hinted = {"teacher_model": short, "teacher_prompt": "hint"}
-    for who, fields in (("teacher", hinted), ("reference", {"ref_model": short} | long)):
-        with pytest.raises(DataError, match=f"the {who}'s prompt 1 is too long"):
-            context_of(**task | fields)
-        with pytest.raises(DataError, match=f"the {who}'s prompt 1 is too long"):
-            open_inputs(config_of(**task | fields))
+    hinted = task | {"teacher_model": short, "teacher_prompt": "hint"}
+    for who, fields in (("teacher", hinted), ("reference", task | {"ref_model": short, "max_completion_length": 10})):
+        for begin in (build, open_inputs):
+            with pytest.raises(DataError, match=f"the {who}'s prompt 1 is too long"):
+                begin(config_of(**fields))
 
 
 def test_a_teacher_with_fewer_entries_is_refused_with_a_way_out(context_of, tmp_path):
     folder = stored(tiny_llama(vocab_size=42), tmp_path / "small")
     larger = stored(tiny_llama(vocab_size=44), tmp_path / "large")
-    with pytest.raises(ModelError, match="the teacher has another vocabulary") as caught:
+    words = r"(?s)the teacher has another vocabulary.*cut the policy's padding with resize_token_embeddings\(42\)"
+    with pytest.raises(ModelError, match=words):
         context_of(model=larger, teacher_model=folder, **ALONE)
-    assert "cut the policy's padding with resize_token_embeddings(42)" in caught.value.fix
     assert context_of(model=folder, teacher_model=larger, **ALONE).teachers is not None
     assert settings_of_run(context_of(teacher_model=larger, teacher_coef=0.3).config.flat()).teacher_coef == 0.3
     assert settings_of_run(context_of().config.flat()).teacher_coef is None
 
 
-def test_a_resume_with_another_teacher_is_refused(config_of, teacher, llama, tmp_path):
-    config = config_of(teacher_model=teacher, max_steps=2, **ALONE)
-    train_run(config)
-    other = config_of(teacher_model=llama, max_steps=3, resume=True, **ALONE)
-    with pytest.raises(ConfigError, match="cannot change teacher_model"):
-        check_resume(other, tmp_path / "run")
+def test_the_teacher_of_a_resume_is_known_by_its_numbers():
     before = {"teacher": [-1.0, -2.0], "task": "a"}
     check_same(before, {"teacher": [-1.001, -2.0]}, instead="begin anew")
     for now in ({"teacher": [-1.0, -3.0]}, {"teacher": [-1.0]}):
-        with pytest.raises(ConfigError, match="the teacher is another one than it was") as caught:
+        with pytest.raises(ConfigError, match="(?s)the teacher is another one than it was.*or begin anew"):
             check_same(before, now, instead="begin anew")
-        assert "or begin anew" in caught.value.fix
 
 
-def test_a_resume_with_another_model_at_the_server_is_refused(config_of, context_of, llama, teacher, tmp_path):
+def test_a_resume_with_another_model_at_the_server_is_refused(config_of, llama, teacher):
     """Case: the address is the same, and another model was loaded there while the run slept."""
-    server = VLLMServer(load_model(teacher, "float32"), context_of().tokenizer)
+    server = VLLMServer(load_model(teacher, "float32"), arithmetic_tokenizer())
     with answering(server.answer) as url:
         fields = {"teacher_url": url, "max_steps": 1, **ALONE}
         train_run(config_of(**fields))
@@ -378,35 +353,27 @@ def test_a_resume_with_another_model_at_the_server_is_refused(config_of, context
             train_run(config_of(**fields | {"max_steps": 2, "resume": True}))
 
 
-@pytest.mark.parametrize("direction", ["reverse", "forward", "js"])
-@pytest.mark.parametrize("top_k", [0, 3])
-def test_a_head_that_a_server_tells_is_the_local_teachers(config_of, context_of, teacher, tmp_path, direction, top_k):
-    """Two steps each, with the same tokens: the teacher's likeliest, a sampled tail, the same loss and gradient."""
-    topk = {"teacher_estimator": "topk", "teacher_top_k": top_k, "teacher_direction": direction, "max_steps": 2}
+@pytest.mark.parametrize(("direction", "top_k"), [("reverse", 0), ("reverse", 3), ("forward", 3), ("js", 3)])
+def test_a_head_that_a_server_tells_is_the_local_teachers(context_of, teacher, direction, top_k):
+    topk = {"teacher_estimator": "topk", "teacher_top_k": top_k, "teacher_direction": direction}
     topk |= ALONE | ({"teacher_head": "teacher"} if top_k else {})
-    server = VLLMServer(load_model(teacher, "float32"), context_of().tokenizer)
-    with answering(server.answer) as url:
-        train_run(config_of(output_dir=str(tmp_path / "away"), teacher_url=url, **topk))
-    train_run(config_of(output_dir=str(tmp_path / "here"), teacher_model=teacher, **topk))
-    away, here = (steps_of(tmp_path / name) for name in ("away", "here"))
-    names = [f"teacher/{name}" for name in ("kl", "k1", "teacher_mass", "overlap_ratio")]
-    for one, other in zip(away, here, strict=True):
-        shared = ["train/loss", "train/grad_norm", *(name for name in names if name in other)]
-        assert [one[name] for name in shared] == pytest.approx([other[name] for name in shared], rel=1e-4, abs=1e-6)
+    (here,) = steps_taken(context_of(teacher_model=teacher, **topk), 1)
+    with answering(VLLMServer(load_model(teacher, "float32"), arithmetic_tokenizer()).answer) as url:
+        (away,) = steps_taken(context_of(teacher_url=url, **topk), 1)
+    names = {f"teacher/{name}" for name in ("kl", "k1", "teacher_mass", "overlap_ratio")} & here.keys()
+    for name in (*names, "train/loss", "train/grad_norm"):
+        assert away[name] == pytest.approx(here[name], rel=1e-4, abs=1e-6), name
 
 
-def test_the_sampler_as_the_anchor_needs_no_second_model(config_of, context_of, tmp_path):
+def test_the_sampler_as_the_anchor_needs_no_second_model(config_of, context_of):
     with pytest.warns(KLWarning, match="no effect with num_iterations=1"):
         config_of(reference="sampler", beta=1.0)
     with pytest.warns(KLWarning, match="proximal"):
         context = context_of(reference="sampler", beta=1.0, num_iterations=2)
     assert context.reference is None and context.objective.terms[0].term.anchor == "sampler"
-    with pytest.warns(KLWarning):
-        runs = [
-            config_of(output_dir=str(tmp_path / str(b)), reference="sampler", beta=b, num_iterations=4)
-            for b in (0.01, 3.0)
-        ]
-    for run in runs:
-        train_run(run)
-    moved = [steps_of(tmp_path / name)[-1]["policy/kl_old"] for name in ("0.01", "3.0")]
+    moved = []
+    for beta in (0.01, 3.0):
+        with pytest.warns(KLWarning, match="proximal"):
+            context = context_of(reference="sampler", beta=beta, num_iterations=4, warmup_steps=0)
+        moved.append(steps_taken(context, 1)[0]["policy/kl_old"])
     assert moved[1] < moved[0]

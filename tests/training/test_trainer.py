@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.training import rewards
-from tests.training.conftest import TINY, disturb, steps_of
-from transformers import GenerationConfig
+from tests.training.conftest import TINY, disturb, greedy, steps_of
 
 from klamp.core.controllers import StepController
 from klamp.lab import evaluation
@@ -23,36 +23,16 @@ from klamp.lab.updates import control_metrics
 
 
 class Recorder(Observer):
+    """Keeps every call: the hook, and what it was given."""
+
     def __init__(self) -> None:
-        self.calls: list[tuple] = []
+        self.calls: list[tuple[Any, ...]] = []
+        for hook in ("start", "step", "evaluation", "answers", "completions", "warning", "end"):
+            setattr(self, f"on_{hook}", partial(self.record, hook))
+        self.close = partial(self.record, "close")
 
-    def on_start(self, info):
-        self.calls.append(("start", info.start_step))
-        self.info = info
-
-    def on_step(self, step, metrics):
-        self.calls.append(("step", step))
-
-    def on_evaluation(self, step, scores):
-        self.calls.append(("evaluation", step))
-
-    def on_answers(self, step, rows):
-        self.calls.append(("answers", step))
-
-    def on_completions(self, step, rows):
-        self.calls.append(("completions", step, len(rows)))
-
-    def on_warning(self, text):
-        self.calls.append(("warning", text))
-
-    def on_end(self, summary):
-        self.calls.append(("end", summary.steps))
-
-    def close(self):
-        self.calls.append(("close",))
-
-    def arguments(self, kind):
-        return [call[1] for call in self.calls if call[0] == kind]
+    def record(self, hook: str, *given: Any) -> None:
+        self.calls.append((hook, *given))
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +45,16 @@ def run(llama, tmp_path_factory):
 
 
 def test_observers_are_told_everything_in_order(run):
-    every = [
-        *(("start", 0), ("evaluation", 0), ("answers", 0)),
-        *(("completions", 1, 8), ("step", 1), ("step", 2), ("step", 3), ("evaluation", 3), ("answers", 3)),
-        *(("completions", 4, 8), ("step", 4)),
+    (_, info), *during, (_, summary), (last,) = run.recorder.calls
+    assert [call[:2] for call in during] == [
+        *(("evaluation", 0), ("answers", 0)),
+        *(("completions", 1), ("step", 1), ("step", 2), ("step", 3), ("evaluation", 3), ("answers", 3)),
+        *(("completions", 4), ("step", 4)),
         *(("step", 5), ("step", 6), ("evaluation", 6), ("answers", 6)),
-        *(("step", 7), ("evaluation", 7), ("answers", 7), ("end", 7), ("close",)),
+        *(("step", 7), ("evaluation", 7), ("answers", 7)),
     ]
-    assert run.recorder.calls == every
-    info = run.recorder.info
+    assert [len(call[2]) for call in during if call[0] == "completions"] == [8, 8]
+    assert (info.start_step, summary.steps, last) == (0, 7, "close")
     assert info.parameters == info.trainable_parameters > 10_000
     assert info.device == "cpu"
 
@@ -108,7 +89,7 @@ def test_before_the_first_update_there_is_no_kl(context_of, request, changes):
         assert abs(row[name]) < 1e-6, name
     assert row["kl/log_ratio_max"] < 1e-4
     assert abs(row["sampler/k1"]) < 1e-5 and row["sampler/k3"] < 1e-6
-    assert not recorder.arguments("warning")
+    assert "warning" not in [hook for hook, *_ in recorder.calls]
 
 
 def test_a_step_learns_from_the_first_updates_view(context_of):
@@ -149,23 +130,17 @@ MEASURED = {"length/mean": 5.0, "reward_std": 0.3, "groups/saturated": 0.25}
         ({"scale_rewards": "std"}, 0.06, {"reward_std": 0.0, "groups/saturated": 1.0}, None),
     ],
 )
-def test_beta_and_its_price(context_of, changes, beta, measured, price):
-    context = context_of(advantage_baseline="leave_one_out", **changes)
+def test_beta_and_its_price(context_with, changes, beta, measured, price):
+    context = context_with(advantage_baseline="leave_one_out", **changes)
     expected = {"beta": beta} | ({} if price is None else {"beta/price": price})
     assert control_metrics(context, beta, MEASURED | measured) == pytest.approx(expected)
 
 
 def by_hand(context) -> dict[str, float]:
-    settings = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=context.stop, pad_token_id=context.pad)
-    found = {}
-    for skill, examples in context.task.evaluation.items():
-        scores = []
-        for example in examples:
-            ids = context.tokenizer(example.prompt, return_tensors="pt")["input_ids"]
-            out = context.policy.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-            scores.append(rewards.digits(context.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)))
-        found[skill] = sum(scores) / len(scores)
-    return found
+    return {
+        skill: fmean(rewards.digits(greedy(context, context.policy, example.prompt)) for example in examples)
+        for skill, examples in context.task.evaluation.items()
+    }
 
 
 def test_every_skill_is_scored_as_greedy_decoding_of_each_prompt_scores(context_of, monkeypatch):

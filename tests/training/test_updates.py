@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.batches import changed, flat_batch
-from tests.training.conftest import IN_ADVANTAGE, IN_REWARD, disturb, in_parts, rollout_of
+from tests.training.conftest import IN_ADVANTAGE, IN_REWARD, disturb, in_parts, refused, rollout_of
 from torch.optim import SGD, AdamW
 
 from klamp.core.advantages import group_advantages
@@ -73,6 +73,13 @@ def one_update(context, start, *, parts=1):
     for name, p in context.policy.named_parameters():
         torch.testing.assert_close(p.detach(), start[name] - gradient[name], msg="the step is rate times gradient")
     return gradient, rollout, output
+
+
+def gradient_of(context, rollout, beta=BETA):
+    """The gradient of the trained weights in an update that moves none of them, and what it returns."""
+    trained = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}
+    output = update(context, SGD(trained.values(), lr=0.0), rollout, context.objective.weighted(beta))
+    return {name: p.grad.clone() for name, p in trained.items()}, output
 
 
 def whole_loss(context, rollout, *, old=None):
@@ -151,15 +158,12 @@ def test_shared_prompts_and_rows_by_length_change_no_update_in_any_number_of_par
     changes = {"lora_r": 3} if name == "lora" else VARIANTS[name]
     context = context_of(beta=BETA, max_grad_norm=0.0, **changes)
     disturb(context.policy, size=0.03)
-    weights = {n: p for n, p in context.policy.named_parameters() if p.requires_grad}
     plans, usual = [], completions.plan_of
     monkeypatch.setattr(completions, "plan_of", lambda *a, **k: plans.append(usual(*a, **k)) or plans[-1])
 
     def gradient(parts):
         split = in_parts(context, parts)
-        rollout = rollout_of(split, beta=BETA)
-        update(split, SGD(weights.values(), lr=0.0), rollout, context.objective.weighted(BETA))
-        return {n: p.grad.clone() for n, p in weights.items()}
+        return gradient_of(split, rollout_of(split, beta=BETA))[0]
 
     expected = gradient(1)
     assert not any(plan.shared or len(plan.buckets) > 1 for plan in plans)
@@ -222,9 +226,8 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_moments_as_they_were(conte
         return output._replace(loss=output.loss * float("nan") if broken == "loss" else output.loss + hidden)
 
     monkeypatch.setattr(updates, "grpo_loss", spoiled)
-    with pytest.raises(NonFiniteError) as caught:
+    with refused(NonFiniteError, "learning rate"):
         update(context, optimizer, rollout, objective)
-    assert caught.value.got and caught.value.why and "learning rate" in caught.value.fix
     assert all(torch.equal(x, weights[name]) for name, x in context.policy.state_dict().items())
     after = [x for state in optimizer.state.values() for x in state.values()]
     assert all(torch.equal(a, b) for a, b in zip(after, moments, strict=True))
@@ -233,23 +236,17 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_moments_as_they_were(conte
     assert all(p.isfinite().all() for p in context.policy.parameters())
 
 
-def gradient_of(context_of, **changes):
-    context = context_of(beta=BETA, max_grad_norm=0.0, kl_horizon="sequence", **changes)
-    disturb(context.policy, size=0.02)
-    trained = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}
-    rollout = rollout_of(context, beta=BETA)
-    output = update(context, SGD(trained.values(), lr=0.0), rollout, context.objective)
-    assert output.losses["train/kl_penalty"] > 0.01
-    return {name: p.grad for name, p in trained.items()}, output.losses
-
-
 @pytest.mark.parametrize(
     ("rank", "changes"),
     [(3, {"reference": "frozen"}), (3, {"gradient_checkpointing": True}), (0, {"gradient_checkpointing": True})],
 )
 def test_an_update_is_the_same_whatever_saves_memory(context_of, rank, changes):
     """The adapter switched off is the frozen copy, and recomputed activations are the stored ones."""
-    expected, losses = gradient_of(context_of, lora_r=rank)
-    gradient, saving_losses = gradient_of(context_of, lora_r=rank, **changes)
+    updated = []
+    for more in ({}, changes):
+        context = context_of(beta=BETA, max_grad_norm=0.0, kl_horizon="sequence", lora_r=rank, **more)
+        disturb(context.policy, size=0.02)
+        updated.append(gradient_of(context, rollout_of(context, beta=BETA)))
+    (expected, plain), (gradient, saving) = updated
     assert_equal(gradient, expected)
-    assert saving_losses == pytest.approx(losses, abs=1e-6)
+    assert saving.losses == pytest.approx(plain.losses, abs=1e-6) and plain.losses["train/kl_penalty"] > 0.01

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.ports import kept_port
 from tests.training.answering import VLLMServer, answering, in_turn, serving
-from tests.training.conftest import assert_same_course, disturb, rollout_of
+from tests.training.conftest import disturb, refused, rollout_of, steps_of
 
 from klamp.errors import ConfigError, KlampError, KLWarning, ModelError
 from klamp.lab.anchors import connect
@@ -36,17 +36,8 @@ def waits(monkeypatch):
 
 
 @pytest.fixture
-def context(context_of):
-    return context_of()
-
-
-@pytest.fixture
 def server_of(context):
-
-    def make(**changes):
-        return VLLMServer(context.policy, changes.pop("tokenizer", context.tokenizer), **changes)
-
-    return make
+    return lambda **changes: VLLMServer(**{"model": context.policy, "tokenizer": context.tokenizer} | changes)
 
 
 @pytest.fixture
@@ -59,15 +50,14 @@ def connected_to(context, config_of):
     return connect_to
 
 
-@pytest.mark.parametrize("at_once", [1, 5, 32])
+@pytest.mark.parametrize("at_once", [5, 32])
 def test_the_numbers_are_those_of_a_local_model(context, server_of, monkeypatch, at_once):
     monkeypatch.setattr(vllm_reference, "AT_ONCE", at_once)
     completions = rollout_of(context, beta=0.01).completions
     other = copy.deepcopy(context.policy)
     disturb(other)
     local = score(other, completions, temperature=1.0).logprobs
-    server = server_of()
-    server.model = other
+    server = server_of(model=other)
     with answering(server.answer) as url:
         scores = VLLMReference(url, "start").score(completions, temperature=1.0)
     assert scores.logits is None
@@ -79,28 +69,31 @@ def test_the_numbers_are_those_of_a_local_model(context, server_of, monkeypatch,
 
 
 def test_a_run_equals_the_run_with_a_frozen_reference(config_of, tmp_path):
-    frozen = config_of(output_dir=str(tmp_path / "frozen"), beta=0.1)
+    fields = {"beta": 0.1, "max_steps": 3, "eval_every": 0, "eval_size": 1}
+    frozen = config_of(output_dir=str(tmp_path / "frozen"), **fields)
     train_run(frozen)
     server = VLLMServer(load_model(frozen.model.model), arithmetic_tokenizer())
     with answering(server.answer) as url:
         asked = {"reference": "remote", "reference_url": f"{url}/v1"}
-        train_run(config_of(output_dir=str(tmp_path / "away"), beta=0.1, **asked))
-    away = assert_same_course(tmp_path / "frozen", tmp_path / "away")
-    assert all("kl/exact" not in row for row in away)
+        train_run(config_of(output_dir=str(tmp_path / "away"), **fields, **asked))
+    here, there = steps_of(tmp_path / "frozen"), steps_of(tmp_path / "away")
+    assert len(here) == len(there) == 3 and here[-1]["kl/k3"] > 1e-6
+    for a, b in zip(here, there, strict=True):
+        assert "kl/exact" not in b
+        for name in ("reward", "train/loss", "train/grad_norm", "kl/k1", "kl/k3", "train/kl_penalty"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), name
 
 
 def test_a_remote_reference_measures_no_reference_length(context_of):
     context = replace(context_of(kl_clip_method="hard"), reference=VLLMReference("http://h", "start"))
-    with pytest.raises(ConfigError, match="cannot be measured") as caught:
+    with refused(ConfigError, "(?s)cannot be measured.*kl_reference_length"):
         measure_reference_length(context)
-    assert "kl_reference_length" in caught.value.fix
 
 
 def test_another_temperature_is_refused_before_anything_is_scored(connected_to, server_of, context):
     server = server_of()
-    with pytest.raises(ConfigError, match="temperature 1 only") as error:
+    with refused(ConfigError, "(?s)temperature 1 only.*temperature=0.6"):
         connected_to(server, temperature=0.6)
-    assert "temperature=0.6" in str(error.value)
     assert server.asked == []
     completions = rollout_of(context, prompts=1, beta=0.01).completions
     with pytest.raises(ConfigError, match="temperature 1 only"):
@@ -171,7 +164,7 @@ choices = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(listed=cards | anything, said=st.one_of(st.fixed_dictionaries({"choices": choices | anything}), anything))
 @example(listed=[{"id": []}], said=None)
 @example(listed=[{"id": "a"}], said=[])
@@ -220,22 +213,31 @@ def test_the_key_is_sent_to_this_server_and_seen_nowhere_else(monkeypatch):
     assert authorizations == [None, "Bearer secret", None]
 
 
-@pytest.mark.parametrize("rank", [{}, {"rank": 9}])
-def test_fewer_of_the_likeliest_than_were_asked_for_are_refused(rank):
-    entry = {"4": {"logprob": -3.0} | rank, "7": {"logprob": -0.5, "rank": 1}}
-    answer = {"choices": [{"index": 0, "prompt_logprobs": [None, entry]}]}
-    with in_turn((200, answer)) as (url, _), pytest.raises(ModelError, match="does not answer as it should"):
-        VLLMReference(url, "a", 2).score_tokens([[1]], [[4]], temperature=1.0)
+@pytest.fixture
+def head_of(monkeypatch):
+    """What is made of a server's entry at the place of a token, with the two likeliest."""
+
+    def make(token, entry):
+        answer = {"choices": [{"index": 0, "prompt_logprobs": [None, entry]}]}
+        monkeypatch.setattr(vllm_reference, "ask", lambda *_: answer)
+        ((place,),) = VLLMReference("http://h", "x", 2, 60).score_tokens([[1]], [[token]], temperature=1.0)
+        return place
+
+    return make
 
 
-def test_the_head_is_in_the_order_of_ranks_and_has_the_token_by_its_rank_alone():
+def test_the_head_is_in_the_order_of_ranks_and_has_the_token_by_its_rank_alone(head_of):
     entry = {str(i): {"logprob": -float(rank), "rank": rank} for i, rank in ((4, 2), (7, 1), (2, 3))}
-    assert VLLMReference("http://h", "x", 2)._places([1, 4], [None, entry]) == [[(7, -1.0), (4, -2.0), (4, -2.0)]]
+    assert head_of(4, entry) == [(7, -1.0), (4, -2.0), (4, -2.0)]
+    padding = {"70": {"logprob": -9.0, "rank": 2}, "7": {"logprob": -0.1, "rank": 1}}
+    assert head_of(7, padding) == [(7, -0.1), (70, -9.0), (7, -0.1)]
 
 
 @pytest.mark.parametrize(
     ("others", "words"),
     [
+        ({"7": (-0.5, 1)}, "other tokens"),
+        ({"7": (-0.5, 1), "2": (-1.0,)}, "other tokens"),
         ({"7": (-0.1, 1), "2": (-0.2, 2)}, "sum to 1.7"),
         ({"99": (-0.5, 1), "2": (-1.0, 2)}, "token 99, and the tokenizer has 60"),
         ({"5000": (-9.0, 1), "2": (-1.0, 2)}, "token 5000, and"),
@@ -243,13 +245,10 @@ def test_the_head_is_in_the_order_of_ranks_and_has_the_token_by_its_rank_alone()
         ({"07": (-0.5, 1), "2": (-1.0, 2)}, "other tokens"),
     ],
 )
-def test_a_head_that_cannot_be_is_refused(others, words):
-    told = {name: {"logprob": logprob, "rank": rank} for name, (logprob, rank) in others.items()}
-    reference = VLLMReference("http://h", "x", 2, 60)
-    with pytest.raises(ModelError, match=words):
-        reference._places([1, 4], [None, {"4": {"logprob": -3.0, "rank": 9}} | told])
-    padding = {"70": {"logprob": -9.0, "rank": 2}, "7": {"logprob": -0.1, "rank": 1}}
-    assert reference._places([1, 7], [None, padding]) == [[(7, -0.1), (70, -9.0), (7, -0.1)]]
+def test_a_head_that_cannot_be_is_refused(head_of, others, words):
+    told = {name: dict(zip(("logprob", "rank"), row, strict=False)) for name, row in others.items()}
+    with pytest.raises(ModelError, match=f"(?s)does not answer as it should.*{words}"):
+        head_of(4, {"4": {"logprob": -3.0, "rank": 9}} | told)
 
 
 def test_a_key_that_an_answer_quotes_is_blanked(monkeypatch):
