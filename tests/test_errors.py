@@ -10,16 +10,7 @@ import pytest
 from klamp import errors
 from klamp._field_texts import field_texts
 from klamp.config import KLConfig, LossConfig
-from klamp.errors import (
-    ConfigError,
-    KlampError,
-    Refusal,
-    UnknownNameError,
-    UnsupportedVersion,
-    missing_library,
-    refuse,
-    unknown_name,
-)
+from klamp.errors import ConfigError, KlampError, Refusal, UnsupportedVersion, missing_library, refuse, unknown_name
 from klamp.lab.config import section_classes
 
 CLASSES = [
@@ -53,7 +44,7 @@ def test_the_first_row_that_applies_is_raised_and_no_other():
 
 def test_an_unknown_name_is_told_the_nearest_known_one_or_all_of_them():
     near, far = unknown_name("fruit", "aple", ["apple", "pear"]), unknown_name("fruit", "xyz", ["apple", "pear"])
-    assert isinstance(near, UnknownNameError) and near.fix == "did you mean 'apple'?"
+    assert isinstance(near, errors.UnknownNameError) and near.fix == "did you mean 'apple'?"
     assert far.fix == "choose one of: apple, pear"
 
 

@@ -72,6 +72,11 @@ def test_the_result_of_a_run_is_one_line(after, more, text) -> None:
     assert result(run_of(scores=[(0, before), (9, after)] if after else [], settings=settings, **more)) == text
 
 
+def table(*runs: ReportRun) -> list[list[str]]:
+    headings, rows = side_by_side(runs)
+    return [[parse(cell).text for cell in row] for row in (headings, *rows)]
+
+
 def test_side_by_side() -> None:
     runs = [run_of(name="a", reward=[0.5]), run_of(name="b", reward=[0.75], k3=[0, 0, 0, 0, 0, 0, 0.9])]
     expected = [
@@ -79,10 +84,6 @@ def test_side_by_side() -> None:
         [" aruns/a, klamp run", "0the KL was not looked at", "–", "0.5"],
         [" bruns/b, klamp run", "1", "0.3highest 0.9 at step 7", "0.75"],
     ]
-
-    def table(*some: ReportRun) -> list[list[str]]:
-        headings, rows = side_by_side(some)
-        return [[parse(cell).text for cell in row] for row in (headings, *rows)]
 
     assert table(*runs) == [list(column) for column in zip(*expected, strict=True)]
     assert table(*runs * 3)[:3] == expected, "many runs are rows"
@@ -94,9 +95,7 @@ def test_a_run_whose_steps_logged_no_kl_keeps_the_one_that_was_measured_after_tr
     found = said(headlines(free, [], POINTS))
     assert found["KL from the start (exact)"] == ("0.6", "nats/token", "on held-out prompts")
     assert found["KL from the start per completion (exact)"] == ("2.4", "nats", "on held-out prompts")
-    _, rows = side_by_side([free, held])
-    table = [[parse(cell).text for cell in row] for row in rows]
-    assert table[1:4] == [
+    assert table(free, held)[2:5] == [
         ["KL from the start (exact), nats/token", "0.6on held-out prompts", "0.08on held-out prompts"],
         ["KL from the start per completion (exact), nats", "2.4on held-out prompts", "–"],
         ["KL (k3), nats/token", "–", "0.1highest 0.1 at step 2"],

@@ -33,10 +33,8 @@ def shown(**changes: Any) -> Shown:
 
 
 def test_the_worst_comes_first() -> None:
-    runs = [
-        run_of(completions=[completion(step=1, **ref(0.5)), completion(step=2, **ref(-2.0))]),
-        run_of(completions=[completion(step=1, **ref(1.0))]),
-    ]
+    rows = [completion(step=1, **ref(0.5)), completion(step=2, **ref(-2.0))]
+    runs = [run_of(completions=rows), run_of(completions=[completion(step=1, **ref(1.0))])]
     places = [(each.run, each.completion.step, each.worst) for each in ranked(runs)]
     assert places == [(0, 2, 2.0), (1, 1, 1.0), (0, 1, 0.5)]
 
@@ -71,12 +69,8 @@ def test_without_a_reference_the_sampler_is_compared_with_and_k3_is_of_the_one_t
 
 
 def test_worst_tokens_each_once() -> None:
-    rows = [
-        completion(**ref(-1.0)),
-        completion(**ref(-1.0)),
-        completion(**ref(-1.0), reward=0.5),
-        completion(step=2, policy=(-1.0, -2.0, -0.5), ref=(-1.0, -2.25, -3.0)),
-    ]
+    twin, rewarded = completion(**ref(-1.0)), completion(**ref(-1.0), reward=0.5)
+    rows = [twin, twin, rewarded, completion(step=2, policy=(-1.0, -2.0, -0.5), ref=(-1.0, -2.25, -3.0))]
     found = worst_tokens(dict(enumerate(ranked([run_of(completions=rows)]))), most=2)
     assert found == [(0, 2), (1, 1)]
 
