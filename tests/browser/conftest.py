@@ -3,8 +3,7 @@
 import json
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,27 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 400, "height": 800}
 HOSTILE = "</script></style><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
-SMALL = {
-    "max_steps": 10,
-    "prompts_per_step": 8,
-    "num_generations": 8,
-    "eval_size": 64,
-    "eval_every": 5,
-    "warmup_steps": 3,
-    "log_completions_every": 1,
-    "log_completions": 16,
-}
-TRAIN = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+TRAIN = "--cpu --max_steps 10 --prompts_per_step 8 --num_generations 8 --eval_size 64 --eval_every 5 --warmup_steps 3"
+TRAIN += " --log_completions_every 1 --log_completions 16"
 
 Open: TypeAlias = Callable[..., Page]
-
-
-@dataclass
-class Watched:
-    """What a page did that it should not do."""
-
-    requests: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
 
 
 @pytest.fixture(scope="session")
@@ -59,34 +41,26 @@ def browser() -> Iterator[Browser]:
 @contextmanager
 def watched(browser: Browser, file: Path, **context: Any) -> Iterator[Page]:
     """A page that must load nothing but itself, log nothing, and keep to its policy."""
-    seen = Watched()
+    requests, problems = list[str](), list[str]()
     opened = browser.new_context(**{"viewport": WIDE, "color_scheme": "light"} | context)
     opened.set_default_timeout(10_000)
     page = opened.new_page()
-    page.on("request", lambda request: seen.requests.append(request.url))
-    page.on("console", lambda message: seen.problems.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: seen.problems.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: problems.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(file.as_uri())
     try:
         yield page
-        assert {url.partition("#")[0] for url in seen.requests} == {file.as_uri()}
-        assert seen.problems == []
+        assert {url.partition("#")[0] for url in requests} == {file.as_uri()}
+        assert problems == []
     finally:
         opened.close()
 
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Open]:
-    stack: list[Any] = []
-
-    def open_it(file: Path, **context: Any) -> Page:
-        opened = watched(browser, file, **context)
-        stack.append(opened)
-        return opened.__enter__()
-
-    yield open_it
-    for opened in reversed(stack):
-        opened.__exit__(None, None, None)
+    with ExitStack() as stack:
+        yield lambda file, **context: stack.enter_context(watched(browser, file, **context))
 
 
 def write(file: Path, *runs: ReportRun) -> Path:
@@ -98,9 +72,9 @@ def write(file: Path, *runs: ReportRun) -> Path:
 def runs(tmp_path_factory: pytest.TempPathFactory, default_base_model: Path) -> tuple[Path, Path]:
     """Two real runs: one goes too fast, so that alarms rise; the other has a target."""
     folder = tmp_path_factory.mktemp("runs")
-    assert main(["train", "--output_dir", str(folder / "fast"), "--cpu", *TRAIN, "--learning_rate", "0.02"]) == 0
-    held = ["--learning_rate", "0.004", "--beta", "0.1", "--target_kl", "0.05"]
-    assert main(["train", "--output_dir", str(folder / "held"), "--cpu", *TRAIN, *held]) == 0
+    flags = {"fast": "--learning_rate 0.02", "held": "--learning_rate 0.004 --beta 0.1 --target_kl 0.05"}
+    for name, more in flags.items():
+        assert main(["train", "--output_dir", str(folder / name), *TRAIN.split(), *more.split()]) == 0
     return folder / "fast", folder / "held"
 
 
@@ -121,13 +95,11 @@ def comparison(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a run whose every text is an attack."""
     nasty = (HOSTILE, "\u202egnp.exe\ud800", "x" * 10_000, "\x00\x1b[31m", "'\"><svg/onload=document.title='owned'>")
-    row = completion(
-        tokens=nasty, prompt=HOSTILE * 3, group=HOSTILE, policy=(-1.0,) * 5, ref=(-5.0, -4.0, -3.0, -2.0, -1.0)
-    )
+    ref = (-5.0, -4.0, -3.0, -2.0, -1.0)
+    row = completion(tokens=nasty, prompt=HOSTILE * 3, group=HOSTILE, policy=(-1.0,) * 5, ref=ref)
     details = {"config": {HOSTILE: HOSTILE}, "versions": {HOSTILE: HOSTILE}}
-    run = run_of(
-        name=HOSTILE, completions=[row], scores=[(0, {HOSTILE: 0.5}), (1, {HOSTILE: 0.0})], details=details, k3=[0.5]
-    )
+    scores = [(0, {HOSTILE: 0.5}), (1, {HOSTILE: 0.0})]
+    run = run_of(name=HOSTILE, completions=[row], scores=scores, details=details, k3=[0.5])
     return write(tmp_path_factory.mktemp("hostile") / "report.html", run)
 
 

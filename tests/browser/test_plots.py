@@ -9,8 +9,6 @@ from playwright.sync_api import Locator, Page
 from tests.browser.conftest import Open, write
 from tests.report.pages import run_of
 
-from klamp.report.run import ReportRun
-
 STEPS = 100
 LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 164
 Points = list[tuple[float, float]]
@@ -26,22 +24,8 @@ def noisy(factor: int, n: int = STEPS) -> list[float]:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Path:
-    run = run_of(
-        k3=noisy(5), k1=[value - 0.12 for value in noisy(7)], reward=[0.001 * 10 ** (3 * i / 99) for i in range(STEPS)]
-    )
-    return write(tmp_path / "alone.html", run)
-
-
-def seed(number: int, arm: str, level: float, n: int = 20) -> ReportRun:
-    curve = [level + 0.1 * number] * n
-    return run_of(name=f"{arm}_seed-{number}", reward=curve, k3=curve, details={"group": arm})
-
-
-@pytest.fixture
-def sweep(tmp_path: Path) -> Path:
-    return write(
-        tmp_path / "sweep.html", *(seed(n, arm, level) for arm, level in (("a", 0.2), ("b", 0.6)) for n in (0, 1, 2))
-    )
+    reward = [0.001 * 10 ** (3 * i / 99) for i in range(STEPS)]
+    return write(tmp_path / "alone.html", run_of(k3=noisy(5), k1=[value - 0.12 for value in noisy(7)], reward=reward))
 
 
 def points(path: Locator) -> Points:
@@ -85,8 +69,7 @@ def test_points_are_where_their_values_are_with_gaps_where_they_are_not_finite(t
 
 
 def test_targets_bands_and_alarms_are_drawn(tmp_path: Path, open_page: Open) -> None:
-    factors = [1.5, 0.75, 1.5, 0.5]
-    config = {"target_kl": 0.1, "kl_controller": "step", "kl_controller_factors": factors}
+    config = {"target_kl": 0.1, "kl_controller": "step", "kl_controller_factors": [1.5, 0.75, 1.5, 0.5]}
     run = run_of(k3=[0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7], details={"config": config})
     svg = chart(open_page(write(tmp_path / "marks.html", run)), "KL to the reference").locator("svg.chart")
     high = 0.7 * 1.05
@@ -156,20 +139,12 @@ def test_a_score_of_996_after_100_is_no_cliff_on_any_axis(tmp_path: Path, open_p
 
 def test_the_overview_of_a_sweep_is_not_cut(tmp_path: Path, open_page: Open) -> None:
     skills = ["addition", "reversal", "instruction-following-strict", "multiplication", "translation", "summaries"]
-    runs = [
-        run_of(
-            name=f"beta-0.{i}_learning_rate-0.0001_seed-{i}",
-            scores=[(step, dict.fromkeys(skills, 0.123 * (1 + step))) for step in (0, 6)],
-            exact=noisy(3),
-            kl__exact_sequence=noisy(5),
-            reward=noisy(7),
-            length=noisy(9),
-            beta=noisy(11),
-            policy__entropy=noisy(13),
-            details={"outcome": {"kl/reverse": 0.12345, "kl/reverse_sequence": 4.5678}},
-        )
-        for i in range(8)
-    ]
+    scores = [(step, dict.fromkeys(skills, 0.123 * (1 + step))) for step in (0, 6)]
+    metrics = ("exact", "kl__exact_sequence", "reward", "length", "beta", "policy__entropy")
+    curves = {name: noisy(factor) for name, factor in zip(metrics, range(3, 15, 2), strict=True)}
+    outcome = {"kl/reverse": 0.12345, "kl/reverse_sequence": 4.5678}
+    names = [f"beta-0.{i}_learning_rate-0.0001_seed-{i}" for i in range(8)]
+    runs = [run_of(name=name, scores=scores, details={"outcome": outcome}, **curves) for name in names]
     page = open_page(write(tmp_path / "sweep.html", *runs))
     region = page.get_by_role("region", name="Table: headline numbers of each run")
     assert region.evaluate("node => node.scrollWidth <= node.clientWidth"), "all columns are seen at 1280 px"
@@ -192,18 +167,16 @@ def test_an_enlarged_chart_is_as_wide_as_the_page(alone: Path, open_page: Open) 
     assert svg_box(figure)["width"] < 500
 
 
-def test_seeds_share_a_colour_and_a_line_of_the_legend(sweep: Path, open_page: Open) -> None:
-    page = open_page(sweep)
+def test_seeds_share_a_colour_and_a_line_of_the_legend(tmp_path: Path, open_page: Open) -> None:
+    levels = {"a_seed-0": 0.2, "a_seed-1": 0.3, "b_seed-0": 0.6, "b_seed-1": 0.7}
+    runs = [run_of(name=name, reward=[level] * 20, details={"group": name[0]}) for name, level in levels.items()]
+    page = open_page(write(tmp_path / "sweep.html", *runs))
     figure = chart(page, "Reward")
-    assert figure.locator(".legend .label").all_inner_texts() == ["a, 3 runs", "b, 3 runs"]
+    assert figure.locator(".legend .label").all_inner_texts() == ["a, 2 runs", "b, 2 runs"]
     looks = [path.get_attribute("class") for path in figure.locator("svg.chart path.curve").all()]
-    assert looks == ["curve s0 d0"] * 3 + ["curve s1 d1"] * 3
+    assert looks == ["curve s0 d0"] * 2 + ["curve s1 d1"] * 2
     hover(page, figure, 0.5)
-    assert readout(figure) == {
-        f"{arm}_seed-{n}": f"0.{digit}"
-        for arm, digits in (("a", "234"), ("b", "678"))
-        for n, digit in enumerate(digits)
-    }
+    assert readout(figure) == {name: str(level) for name, level in levels.items()}
 
 
 def test_the_arrow_keys_read_the_values(alone: Path, open_page: Open) -> None:

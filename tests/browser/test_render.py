@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,20 @@ TEXT = """node => {
   return text.getBoundingClientRect().toJSON();
 }"""
 """The place of a node's text, without what is around it."""
+NAMELESS = """() => Array.from(document.querySelectorAll(
+    "a, button, input, select, [tabindex], [role=img], [role=group]"))
+  .filter((node) => {
+    const labelled = (node.getAttribute("aria-labelledby") ?? "").split(" ").some((id) => document.getElementById(id));
+    return !(node.getAttribute("aria-label") || labelled || node.labels?.length || node.textContent.trim());
+  })
+  .map((node) => node.outerHTML.slice(0, 120))"""
 
 
 @pytest.mark.parametrize("which", ["report", "comparison", "hostile"])
-@pytest.mark.parametrize("viewport", [WIDE, NARROW], ids=["1280", "400"])
-def test_nothing_sticks_out(
-    which: str, viewport: dict[str, int], request: pytest.FixtureRequest, open_page: Open
-) -> None:
-    page = open_page(request.getfixturevalue(which), viewport=viewport)
-    assert page.evaluate(OVERFLOW) == [0]
+def test_nothing_sticks_out_and_everything_has_a_name(which: str, request: Any, open_page: Open) -> None:
+    for viewport in (WIDE, NARROW):
+        page = open_page(request.getfixturevalue(which), viewport=viewport)
+        assert (page.evaluate(OVERFLOW), page.evaluate(NAMELESS)) == ([0], []), viewport
 
 
 def test_a_small_number_with_a_long_unit_stays_in_its_tile(tmp_path: Path, open_page: Open) -> None:
@@ -93,14 +99,12 @@ def test_the_theme_follows_the_system_and_the_button(report: Path, open_page: Op
 def test_hostile_text_is_shown_and_not_run(hostile: Path, open_page: Open) -> None:
     page = open_page(hostile)
     assert "owned" not in page.title().replace("document.title='owned'", "")
-    assert page.locator("img, iframe, object, embed").count() == 0
-    assert page.locator("script").count() == 1
     assert page.locator(".tokens span").first.inner_text().startswith("</script></style><img")
     assert "⟨U+202E⟩" in page.locator(".tokens").inner_text()
     first = page.locator(".tokens span").first
     first.hover()
     assert page.locator("#tip .token").inner_text().startswith("</script></style><img")
-    assert page.locator("img").count() == 0 and page.locator("script").count() == 1
+    assert page.locator("img, iframe, object, embed").count() == 0 and page.locator("script").count() == 1
 
 
 def test_runs_side_by_side_have_columns_of_one_width_on_a_phone(tmp_path: Path, open_page: Open) -> None:
@@ -112,18 +116,10 @@ def test_runs_side_by_side_have_columns_of_one_width_on_a_phone(tmp_path: Path, 
 
 
 def test_a_large_record_fits(tmp_path: Path, open_page: Open) -> None:
-    n = 900
-    rows = [
-        completion(
-            step=step,
-            tokens=[f"Ġword{i % 97}" for i in range(n)],
-            policy=[-1.0 - (i * 7919 % 100) / 50 for i in range(n)],
-            ref=[-1.0 - (i * 104729 % 100) / 50 - step / 500 for i in range(n)],
-            sampler=[-1.0 - (i * 7919 % 100) / 50 for i in range(n)],
-            prompt=f"Question {step}",
-        )
-        for step in range(1, 121)
-    ]
+    tokens, policy = [f"Ġword{i % 97}" for i in range(900)], [-1.0 - (i * 7919 % 100) / 50 for i in range(900)]
+    row = completion(tokens=tokens, policy=policy, sampler=policy)
+    refs = {step: [-1.0 - (i * 104729 % 100) / 50 - step / 500 for i in range(900)] for step in range(1, 121)}
+    rows = [replace(row, step=step, ref=ref, prompt=f"Question {step}") for step, ref in refs.items()]
     run = run_of(completions=rows, k3=[0.1 + step % 7 for step in range(5000)], reward=[0.5] * 5000)
     file = write(tmp_path / "report.html", run)
     assert 0.9 * LIMIT < file.stat().st_size <= LIMIT
@@ -137,46 +133,22 @@ def test_a_large_record_fits(tmp_path: Path, open_page: Open) -> None:
 
 
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
-
-NAMELESS = """() => Array.from(document.querySelectorAll(
-    "a, button, input, select, [tabindex], [role=img], [role=group]"))
-  .filter((node) => {
-    const labelled = (node.getAttribute("aria-labelledby") ?? "").split(" ").some((id) => document.getElementById(id));
-    return !(node.getAttribute("aria-label") || labelled || node.labels?.length || node.textContent.trim());
-  })
-  .map((node) => node.outerHTML.slice(0, 120))"""
+SHADES = """(names) => names.forEach((name) => {
+  const span = document.createElement("span");
+  span.className = span.textContent = name;
+  document.querySelector("#completions .tokens").append(span);
+})"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("which", ["report", "comparison"])
-def test_contrast(which: str, scheme: str, request: pytest.FixtureRequest, open_page: Open) -> None:
+def test_contrast_also_of_every_shade(which: str, scheme: str, request: Any, open_page: Open) -> None:
     page = open_page(request.getfixturevalue(which), color_scheme=scheme)
     page.evaluate("() => { for (const each of document.querySelectorAll('details')) each.open = true; }")
     page.locator(".tokens span").first.focus()
+    page.evaluate(SHADES, ["p1", "p2", "p3", "p4", "n1", "n2", "n3", "n4", "z", "u", "m", "q"])
     seen, findings = page.evaluate(CONTRAST)
     assert seen > 500 and findings == []
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_of_every_shade(scheme: str, report: Path, open_page: Open) -> None:
-    page = open_page(report, color_scheme=scheme)
-    page.evaluate("""() => {
-      const strip = document.querySelector("#completions .tokens");
-      const made = ["p1", "p2", "p3", "p4", "n1", "n2", "n3", "n4", "z", "u", "m", "q"].map((name) => {
-        const span = document.createElement("span");
-        span.className = name;
-        span.textContent = name;
-        return span;
-      });
-      strip.append(...made);
-    }""")
-    assert page.evaluate(CONTRAST)[1] == []
-
-
-@pytest.mark.parametrize("which", ["report", "comparison", "hostile"])
-def test_everything_has_a_name(which: str, request: pytest.FixtureRequest, open_page: Open) -> None:
-    page = open_page(request.getfixturevalue(which))
-    assert page.evaluate(NAMELESS) == []
 
 
 def test_the_keyboard_reaches_everything_in_order(report: Path, open_page: Open) -> None:
@@ -234,9 +206,7 @@ def printed(browser: Browser, file: Path, **context: object) -> tuple[int, str]:
 def test_without_a_script_it_prints_all_of_it(browser: Browser, report: Path) -> None:
     pages, text = printed(browser, report, java_script_enabled=False)
     assert 3 <= pages <= 40
-    for words in ("fast", "Overview", "Reward", "The KL jumped", "Next step", "KL to the reference"):
-        assert words in text
-    for words in ("Worst tokens", "Step 1, completion 1", "<eos>", "learning_rate", "torch"):
+    for words in ("fast", "Overview", "Reward", "The KL jumped", "Next step", "Worst tokens", "<eos>", "learning_rate"):
         assert words in text
     for words in ("Dark theme", "Show more", "Step from"):
         assert words not in text
@@ -248,9 +218,8 @@ def test_paper_is_white_whatever_the_theme(browser: Browser, report: Path) -> No
         page.emulate_media(media="print", color_scheme="dark")
         ink = page.evaluate("getComputedStyle(document.querySelector('h1')).color")
         assert sum(map(int, ink[4:-1].split(","))) < 150
-        assert (
-            page.evaluate("getComputedStyle(document.querySelector('.p1, .p2, .p3, .p4')).printColorAdjust") == "exact"
-        )
+        shade = "getComputedStyle(document.querySelector('.p1, .p2, .p3, .p4')).printColorAdjust"
+        assert page.evaluate(shade) == "exact"
 
 
 @pytest.mark.parametrize("which", ["report", "comparison"])
@@ -300,8 +269,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 800, 400])
 def test_pages_fit_their_window_and_code_its_block(browser: Browser, site: Path, width: int, scheme: Any) -> None:
-    opened = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    page = opened.new_page()
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     for name in PAGES:
@@ -311,12 +279,11 @@ def test_pages_fit_their_window_and_code_its_block(browser: Browser, site: Path,
         grounds = page.evaluate("getComputedStyle(document.body).backgroundColor").strip("rgba()").split(",")
         assert (sum(map(float, grounds[:3])) < 3 * 128) == (scheme == "dark"), name
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
-    opened.close()
+    page.close()
 
 
 def test_the_first_screen_of_a_laptop_shows_the_check_and_its_verdict(browser: Browser, site: Path) -> None:
-    opened = browser.new_context(viewport={"width": 1280, "height": 800})
-    page = opened.new_page()
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
     page.goto((site / "index.html").as_uri())
     article = page.locator("article")  # the navigation names klamp.check, too
     for shown in ("klamp.check", "klamp check: WRONG"):
@@ -324,4 +291,4 @@ def test_the_first_screen_of_a_laptop_shows_the_check_and_its_verdict(browser: B
         assert box is not None and box["y"] + 40 < 800
     picture = page.locator("img[src$='language-tokens.png']").bounding_box()
     assert picture is not None and picture["width"] > 600
-    opened.close()
+    page.close()

@@ -75,9 +75,8 @@ def test_keys_walk_through_the_tokens(report: Path, open_page: Open, written: li
     page.keyboard.press("Enter")
     expect(page.locator("#tip")).to_be_visible()
     page.keyboard.press("Tab")
-    assert page.locator(":focus").evaluate("node => node.closest('.completion').id") == page.locator(".completion").nth(
-        2
-    ).get_attribute("id"), "one stop for each completion"
+    after, focused = page.locator(".completion").nth(2), page.locator(":focus")
+    assert after.get_attribute("id") == focused.evaluate("node => node.closest('.completion').id"), "one stop for each"
 
 
 def test_the_worst_token_is_one_click_away(report: Path, open_page: Open, written: list[dict[str, Any]]) -> None:
@@ -180,16 +179,11 @@ def test_what_alarms_blame(report: Path, open_page: Open) -> None:
 def test_order(report: Path, open_page: Open) -> None:
     page = open_page(report)
     assert [int(card["number"]) for card in visible(page)] == sorted(int(card["number"]) for card in visible(page))
-    for order, key, rising in (
-        ("kl", "kl", False),
-        ("step", "step", True),
-        ("last", "step", False),
-        ("reward", "reward", False),
-        ("low", "reward", True),
-    ):
+    keys = {"kl": "kl", "step": "step", "last": "step", "reward": "reward", "low": "reward"}
+    for order, key in keys.items():
         page.get_by_label("Order").select_option(order)
         values = [float(card[key]) for card in visible(page)]
-        assert values == sorted(values, reverse=not rising) and len(set(values)) > 1
+        assert values == sorted(values, reverse=order not in ("step", "low")) and len(set(values)) > 1
 
 
 def test_runs_can_be_told_apart(comparison: Path, open_page: Open) -> None:

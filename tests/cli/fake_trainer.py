@@ -42,26 +42,13 @@ def metrics_at(step: int, config: TrainConfig) -> dict[str, float]:
 
 
 def run_info(config: TrainConfig, folder: Path, *, start_step: int = 0) -> RunInfo:
-    return RunInfo(
-        config=config,
-        output_dir=folder,
-        start_step=start_step,
-        parameters=862_592,
-        trainable_parameters=862_592,
-        device="cpu",
-    )
+    sizes = {"parameters": 862_592, "trainable_parameters": 862_592}
+    return RunInfo(config=config, output_dir=folder, start_step=start_step, device="cpu", **sizes)
 
 
-def summary_of(config: TrainConfig, folder: Path, *, steps: int, seconds: float = 72.4) -> RunSummary:
-    return RunSummary(
-        output_dir=folder,
-        steps=steps,
-        seconds=seconds,
-        rl_skill="addition",
-        before=BEFORE,
-        after=AFTER,
-        final_metrics=metrics_at(steps, config),
-    )
+def summary_of(config: TrainConfig, folder: Path, *, steps: int) -> RunSummary:
+    scores = {"rl_skill": "addition", "before": BEFORE, "after": AFTER}
+    return RunSummary(output_dir=folder, steps=steps, seconds=72.4, final_metrics=metrics_at(steps, config), **scores)
 
 
 def write_files(config: TrainConfig, folder: Path) -> None:
@@ -104,6 +91,5 @@ def fake_trainer(
 
 
 def rise(name: str, step: int) -> AlarmFinding:
-    return AlarmFinding(
-        alarm=ALARMS[name], first_step=step, last_step=step, steps=1, evidence=Evidence("from .1 to .9")
-    )
+    evidence = Evidence("from .1 to .9")
+    return AlarmFinding(alarm=ALARMS[name], first_step=step, last_step=step, steps=1, evidence=evidence)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from tests.ablation.outcomes import sweep
 from tests.cli.fake_trainer import write_files
-from tests.cli.test_train import save_tiny_model
-from tests.training.conftest import TINY, llama  # noqa: F401  (a fixture)
+from tests.training.conftest import TINY, llama, stored, tiny_llama  # noqa: F401  (llama: a fixture)
 
 from klamp.cli import ablate, main
 from klamp.cli.ablate import DEFAULTS, parse_ablate, summary_lines
@@ -41,13 +40,7 @@ class Fake:
             if self.fail == run.name:
                 outcome = Outcome(**ids, state="failed", error="it broke\n  why: it was bad\nlog: there/log.txt")
             else:
-                numbers = {
-                    "reward": 0.5,
-                    "kl/reverse": 0.1 - beta,
-                    "kl/reverse_sequence": 0.4,
-                    "kl/forward": 0.2 - beta,
-                    "length": 4.0,
-                }
+                numbers = {"reward": 0.5, "kl/reverse": 0.1 - beta, "kl/reverse_sequence": 0.4, "length": 4.0}
                 scores = {"addition": 0.7, "reversal": 0.9}
                 after = {"addition": 0.8 + 0.01 * run.seed, "reversal": 0.85 + beta}
                 outcome = Outcome(**ids, rl_skill="addition", before=scores, after=after, numbers=numbers)
@@ -60,7 +53,7 @@ class Fake:
 @pytest.fixture
 def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    save_tiny_model(tmp_path / "tiny")
+    stored(tiny_llama(), tmp_path / "tiny")
 
     def put(executor: Fake, *, draw: bool = False) -> Fake:
         monkeypatch.setattr(ablate, "_executor", lambda options, every: executor)
@@ -98,11 +91,11 @@ def test_the_same_command_again_does_what_is_left(use, capsys) -> None:
     command = next(line for line in captured.out.splitlines() if line.strip().startswith("try again"))
     assert " ".join(FLAGS) in " ".join(captured.out.split()) and "ablate --model tiny" in command
     assert len(fake.ran) == 4
-    again, same = use(Fake()), ["--output_dir", "runs/ablation-beta-001"]
-    assert main(["ablate", *FLAGS, *same]) == 0
-    assert again.ran == ["beta-0.05_seed-0"] and list(Path("runs").iterdir()) == [Path("runs/ablation-beta-001")]
-    nothing = use(Fake())
-    assert main(["ablate", *FLAGS, *same]) == 0 and nothing.ran == []
+    same = ["--output_dir", "runs/ablation-beta-001"]
+    for left in (["beta-0.05_seed-0"], []):
+        again = use(Fake())
+        assert main(["ablate", *FLAGS, *same]) == 0 and again.ran == left
+    assert list(Path("runs").iterdir()) == [Path("runs/ablation-beta-001")]
     assert capsys.readouterr().out.count("means over seeds") == 2, "the table is shown all the same"
     assert main(["ablate", *FLAGS, *same, "--learning_rate", "1e-3"]) == 1
     assert "holds another ablation" in capsys.readouterr().err
@@ -174,13 +167,7 @@ def test_the_lines_of_the_tutorial() -> None:
     assert all(", KL=" in line and line.count("%") == 2 for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        (["run", "empty"], "empty"),
-        (["run", "run"], "a run is named twice"),
-    ],
-)
+@pytest.mark.parametrize(("names", "said"), [(["run", "empty"], "empty"), (["run", "run"], "a run is named twice")])
 def test_what_is_no_two_runs_is_refused(names, said, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     write_files(TrainConfig(), Path("run"))
@@ -263,17 +250,14 @@ def test_a_plan_file_with_flags_over_it_and_a_configuration_below(tmp_path) -> N
     text += "arms: {free: , hard clip: {kl: {kl_clip_method: hard}, kl_clip_threshold: 0.05}}\n"
     file = write(tmp_path, text)
     plan = plan_of(f"--plan {file}")
-    assert plan.arms == (
-        Arm(name="free"),
-        Arm(name="hard clip", values={"kl_clip_method": "hard", "kl_clip_threshold": 0.05}),
-    )
+    values = {"kl_clip_method": "hard", "kl_clip_threshold": 0.05}
+    assert plan.arms == (Arm(name="free"), Arm(name="hard clip", values=values))
     assert (plan.name, plan.seeds, plan.kl_prompts) == ("mine", (4, 5), 12)
     assert plan.base == {**DEFAULTS, "beta": 0.2, "max_steps": 9}
     over = plan_of(f"--plan {file} --max_steps 3 --seeds 1")
     assert over.base == {**DEFAULTS, "beta": 0.2, "max_steps": 3} and over.seeds == (0,)
-    config = write(
-        tmp_path, "max_steps: 1\nnum_generations: 4\npreset: dapo\nseed: 9\noutput_dir: there\n", "config.yaml"
-    )
+    text = "max_steps: 1\nnum_generations: 4\npreset: dapo\nseed: 9\noutput_dir: there\n"
+    config = write(tmp_path, text, "config.yaml")
     below = plan_of(f"--plan {file} --config {config}")
     assert (below.base["max_steps"], below.base["num_generations"]) == (9, 4)
     assert runs(below)[0].config.loss == PRESETS["dapo"].loss and runs(below)[0].config.run.seed == 4

@@ -18,10 +18,10 @@ from klamp.cli.arguments import parse_train
 from klamp.cli.commands import COMMANDS, check_flags, fields_after
 from klamp.cli.display import LEGEND, ROWS, Display, Drawn, legend, skill_rows
 from klamp.cli.flags import configured_fields, configured_names
-from klamp.cli.text import cautions_shown, exit_code, say, show_caution, show_error, show_paragraph, show_table
+from klamp.cli.text import cautions_shown, say, show_caution, show_error, show_paragraph, show_table
 from klamp.config import KLWarning
 from klamp.doctor.metrics import COLUMNS
-from klamp.errors import ConfigError, DataError, KlampError, ModelError, RewardError, TrainingStopped, UnknownNameError
+from klamp.errors import DataError, ModelError, RewardError, TrainingStopped
 
 
 @pytest.fixture
@@ -35,10 +35,9 @@ def fails(monkeypatch: pytest.MonkeyPatch):
     return with_error
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["-V"]])
-def test_version(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 0
-    assert capsys.readouterr().out == f"klamp {klamp.__version__}\n"
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == main(["-V"]) == 0
+    assert capsys.readouterr().out == f"klamp {klamp.__version__}\n" * 2
 
 
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,10 +45,15 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "  fix: did you mean 'train'?\n" in capsys.readouterr().err
 
 
-def test_an_error_is_one(fails, capsys: pytest.CaptureFixture[str]) -> None:
-    fails(ModelError("no tokenizer", fix="add one"))
+def test_an_error_is_its_four_parts_and_its_notes(fails, capsys: pytest.CaptureFixture[str]) -> None:
+    error = RewardError("the reward raised", got="ZeroDivisionError", why="no score", fix="return a number")
+    error.add_note("  the state after step 3 is saved in out")
+    fails(error)
     assert main(["train"]) == 1
-    assert capsys.readouterr().err == "klamp: error: no tokenizer\n  fix: add one\n"
+    assert capsys.readouterr().err == (
+        "klamp: error: the reward raised\n  got: ZeroDivisionError\n  why: no score\n"
+        "  fix: return a number\n  note: the state after step 3 is saved in out\n"
+    )
 
 
 def test_code_that_ends_the_program_is_an_error_whatever_its_code(fails, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,28 +74,21 @@ def test_an_interrupt_is_130(fails, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("argv", "shown"), [(["train", "--debug"], True), (["--debug", "train"], True), (["train"], False)]
-)
-def test_debug_shows_the_traceback(argv: list[str], shown: bool, fails, capsys) -> None:
+@pytest.mark.parametrize(("words", "shown"), [("train --debug", True), ("--debug train", True), ("train", False)])
+def test_debug_shows_the_traceback(words: str, shown: bool, fails, capsys) -> None:
     fails(ModelError("no tokenizer"))
-    assert main(argv) == 1
+    assert main(words.split()) == 1
     err = capsys.readouterr().err
     assert ("Traceback (most recent call last)" in err) == shown and "klamp: error: no tokenizer" in err
 
 
 def test_a_stdout_that_lacks_letters_and_one_that_is_closed_end_no_command_with_a_traceback() -> None:
     command = f"{sys.executable} -m klamp.cli"
-    run = "tests/recorded/sound"
-    for line in (
-        f"PYTHONIOENCODING=ascii {command} explain grpo",
-        f"{command} doctor {run} | true",
-        f"{command} --help | true",
-    ):
+    for line in (f"{command} doctor tests/recorded/sound | true", f"{command} --help | true"):
         done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False, cwd=ROOT)
-        assert "Traceback" not in done.stderr and "UnicodeEncodeError" not in done.stderr, done.stderr
-    lacking = f'PYTHONIOENCODING=ascii {sys.executable} -c "from klamp.cli import main; import klamp.cli.train as t\n'
-    lacking += "t.run = lambda argv: print('KL(policy\u2016start)')\nmain(['train'])\""
+        assert "Traceback" not in done.stderr, done.stderr
+    lacking = f'PYTHONIOENCODING=ascii {sys.executable} -c "from klamp.cli import main; import klamp.cli.doctor as d\n'
+    lacking += "d.run = lambda argv: print('KL(policy\u2016start)')\nmain(['doctor', 'run'])\""
     done = subprocess.run(lacking, shell=True, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.stdout == "KL(policy\\u2016start)\n", done.stderr
 
@@ -108,8 +105,7 @@ def test_help_loads_only_what_it_shows() -> None:
     calls = [*WITHOUT_TORCH, *WITH_TORCH]
     code = (
         "import sys\nfrom klamp.cli import main\n"
-        f"for argv in {calls!r}:\n"
-        "    assert main(argv) == 0\n"
+        f"for argv in {calls!r}:\n    assert main(argv) == 0\n"
         "    print('LOADED', *{name.partition('.')[0] for name in sys.modules})\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -137,9 +133,7 @@ def test_a_mistyped_flag_is_answered_without_torch_and_every_flag_is_known() -> 
     assert configured_names() == {name for x in configured_fields().values() for name in (x.name, *x.aliases)}
 
 
-def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(
-    fails, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(fails, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     fails(ModuleNotFoundError("No module named 'transformers.utils'", name="transformers.utils"))
     assert main(["train", "--beta", "0.1"]) == 1
@@ -186,40 +180,6 @@ def test_what_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixture[str])
     assert SHOWN + r"\n  b" in out and "\t" in out and r"\ud800" in out
 
 
-def stopped_by(cause: BaseException | None) -> TrainingStopped:
-    error = TrainingStopped("training was stopped after step 3 of 9")
-    error.__cause__ = cause
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ModelError("no tokenizer"), 1),
-        (ConfigError("no"), 2),
-        (UnknownNameError("no"), 2),
-        (stopped_by(KeyboardInterrupt()), 130),
-        (stopped_by(None), 1),
-    ],
-)
-def test_exit_codes(error: KlampError, code: int) -> None:
-    assert exit_code(error) == code
-
-
-def test_an_error_is_its_four_parts_and_its_notes(capsys: pytest.CaptureFixture[str]) -> None:
-    error = RewardError("the reward raised", got="ZeroDivisionError", why="no score")
-    error.fix = "return a number"
-    error.add_note("  the state after step 3 is saved in out")
-    show_error(error)
-    assert capsys.readouterr().err == (
-        "klamp: error: the reward raised\n"
-        "  got: ZeroDivisionError\n"
-        "  why: no score\n"
-        "  fix: return a number\n"
-        "  note: the state after step 3 is saved in out\n"
-    )
-
-
 def test_cautions_are_shown_once_each_and_without_pythons_format(capsys: pytest.CaptureFixture[str]) -> None:
     before = warnings.showwarning
     with cautions_shown():
@@ -249,7 +209,7 @@ def console(*, terminal: bool, width: int = 110, height: int = 42) -> Console:
 
 
 def text_of(display: Drawn) -> str:
-    return display.console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    return display.console.file.getvalue()  # pyright: ignore
 
 
 def play(*flags: str, start_step: int = 0, steps: int | None = None, on: Console | None = None) -> Display:
@@ -275,7 +235,7 @@ def drawn(display: Display) -> list[str]:
     return [line.rstrip() for line in shown.file.getvalue().splitlines()]  # pyright: ignore
 
 
-@pytest.mark.parametrize(("steps", "lines"), [(5, 5), (20, 20), (205, 20), (10_000, 21)])
+@pytest.mark.parametrize(("steps", "lines"), [(5, 5), (20, 20), (205, 20), (1000, 21)])
 def test_about_twenty_lines_with_the_first_and_the_last_step_written_at_once(steps: int, lines: int) -> None:
     display = play("--max_steps", str(steps))
     rows = rows_of(display)
@@ -284,7 +244,7 @@ def test_about_twenty_lines_with_the_first_and_the_last_step_written_at_once(ste
     assert "KL k3 0." in rows[-1]
     explained = text_of(display).split("\nstep 1/")[0].splitlines()[-1]
     assert explained == legend(["KL k3", "clip", "tok/s"]) and explained.count(";") == 2, "before the first step"
-    assert display.console.file.flushed >= lines  # pyright: ignore[reportAttributeAccessIssue]
+    assert display.console.file.flushed >= lines  # pyright: ignore
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -50,19 +50,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "text"),
     [
-        (["tlr"], 2, "did you mean 'trl'"),
-        (["klamp_my_kl:k9"], 2, "did you mean"),
-        (["--use", "trl"], 2, "unknown flag"),
-    ],
-)
-def test_what_cannot_be_audited(argv: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", *argv]) == code
-    assert text in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "code", "text"),
-    [
         (["klamp_my_kl:k2"], 0, "klamp check: sound"),
         (["klamp_my_kl:k1"], 1, "klamp check: WRONG"),
         (["klamp_my_kl:k3"], 1, "KL(ref||policy)"),
@@ -73,11 +60,14 @@ def test_what_cannot_be_audited(argv: list[str], code: int, text: str, capsys: p
         (["klamp_my_kl:detached"], 1, "detached"),
         (["klamp_my_kl:total"], 1, "zero on average"),
         (["klamp_my_kl:odd"], 3, "cannot tell"),
+        (["klamp_my_kl:k9"], 2, "did you mean"),
+        (["tlr"], 2, "did you mean 'trl'"),
     ],
 )
 def test_a_functions_verdict(argv: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", *argv]) == code
-    assert text in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert text in (err if code == 2 else out)
 
 
 def test_a_row_for_each_loss_and_each_finding_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,9 +109,7 @@ def test_what_a_loss_can_be_meant_to_be_are_the_cores_directions() -> None:
 @pytest.mark.parametrize(
     ("name", "means", "code"), [("distil", "reverse", 1), ("distil", "forward", 0), ("total", "forward", 0)]
 )
-def test_a_loss_of_distillation(
-    name: str, means: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loss_of_distillation(name: str, means: str, code: int, tmp_path: Path, capsys) -> None:
     (tmp_path / "klamp_my_distil.py").write_text(LOSS, encoding="utf-8")
     assert main(["audit", f"klamp_my_distil:{name}", "--means", means]) == code
     out = capsys.readouterr().out

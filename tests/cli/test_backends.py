@@ -23,23 +23,16 @@ LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")  # what torchrun and `ac
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
     return [*FLAGS, "--model", stored(tiny_llama(), tmp_path / "model"), "--output_dir", str(tmp_path / "run")]
 
 
-def started(words: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "klamp.cli", "train", *words]
-    around = {name: value for name, value in AROUND.items() if name not in LAUNCHED}
-    return subprocess.Popen(command, env=around, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def test_trl_trains_reports_and_continues(words, tmp_path, capsys):
-    run = started(["--backend", "trl", "--cpu", "--max_steps", "2", *words])
-    said, _ = run.communicate(timeout=300)
-    assert run.returncode == 0 and "train_runtime" in said, said[-3000:]
-    run = started(["--resume", str(tmp_path / "run"), "--max_steps", "3"])
-    said, _ = run.communicate(timeout=300)
-    assert run.returncode == 0, said[-3000:]
+    assert main(["train", "--backend", "trl", "--cpu", "--max_steps", "2", *words]) == 0
+    assert "train_runtime" in capsys.readouterr().out
+    assert main(["train", "--resume", str(tmp_path / "run"), "--max_steps", "3"]) == 0
     assert main(["doctor", str(tmp_path / "run")]) in (0, 1)
     assert "3 logged steps" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "run")]) == 0 and (tmp_path / "run" / "report.html").is_file()
@@ -47,9 +40,11 @@ def test_trl_trains_reports_and_continues(words, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_several_processes_are_started_by_accelerate(words, tmp_path):
-    run = started(["--backend", "trl", "--cpu", "--gpus", "2", "--max_steps", "2", "--target_kl", "0.02", *words])
-    said, _ = run.communicate(timeout=400)
-    assert run.returncode == 0, said[-3000:]
+    flags = ["--backend", "trl", "--cpu", "--gpus", "2", "--max_steps", "2", "--target_kl", "0.02", *words]
+    around = {name: value for name, value in AROUND.items() if name not in LAUNCHED}
+    command = [sys.executable, "-m", "klamp.cli", "train", *flags]
+    run = subprocess.run(command, env=around, capture_output=True, text=True, timeout=400, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
     history = read_record(tmp_path / "run")
     assert len(history.rows) == 2 and abs(history.rows[0].metrics["kl/k3"]) < 1e-6
     assert "checksums.json" in {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()}
@@ -91,9 +86,7 @@ def test_several_processes_need_a_name_of_their_folder(words, monkeypatch, capsy
     assert "runs in one process" in capsys.readouterr().err
 
 
-def test_a_dry_run_prints_the_arguments_of_trl(words, tmp_path, capsys, monkeypatch):
-    for name in LAUNCHED:
-        monkeypatch.delenv(name, raising=False)
+def test_a_dry_run_prints_the_arguments_of_trl(words, tmp_path, capsys):
     assert main(["train", "--backend", "trl", "--gpus", "2", "--beta", "0.3", *words, "--dry_run"]) == 0
     told = capsys.readouterr().out.partition("the arguments of klamp.trl.GRPOConfig\n")[2]
     arguments, _, command = told.partition("the command that runs it")

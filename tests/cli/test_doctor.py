@@ -8,11 +8,17 @@ import pytest
 from klamp.cli import main
 
 
-def state(folder: Path, *kl: float, **more: float) -> str:
+def state(folder: Path, *kl: float) -> str:
     folder.mkdir(parents=True, exist_ok=True)
-    log = [{"step": i + 1, "kl": value, "rewards/accuracy/mean": 0.5, **more} for i, value in enumerate(kl)]
+    log = [{"step": i + 1, "kl": value, "rewards/accuracy/mean": 0.5} for i, value in enumerate(kl)]
     file = folder / "trainer_state.json"
     file.write_text(json.dumps({"log_history": log}), encoding="utf-8")
+    return str(file)
+
+
+def lines(file: Path, rows: list[dict]) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(file)
 
 
@@ -32,7 +38,6 @@ def test_a_run_with_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["doctor", state(tmp_path, *SPIKE)]) == 1
     out = capsys.readouterr().out
     assert "alarm: kl-spike: the KL jumped (step 7)" in out
-    assert "seen         kl/k3 jumped to 0.7 nats per token, 0.04" not in out
     assert "seen         kl/k3 jumped to 0.7 nats per token, 0.03 was the highest of 6 before" in out
     assert "likely       the learning rate, if the KL stays there: the KL rose by 0.67" in out
     assert "next step    Look at the tokens" in out
@@ -44,7 +49,7 @@ def test_which_findings_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path = state(tmp_path, *SPIKE)
     assert main(["doctor", path, "--fail-on", "retention", "huge-values"]) == 0
     assert main(["doctor", path, "--fail-on", "retention", "kl-spike"]) == 1
-    far = state(tmp_path / "far", *[0.25] * 8, global_step=3)
+    far = state(tmp_path / "far", *[0.25] * 8)
     assert main(["doctor", far]) == 1, "and step zero"
     capsys.readouterr()
     assert main(["doctor", far, "--fail-on", "kl-high"]) == 1
@@ -68,9 +73,7 @@ def test_tokens_to_blame_stand_in_a_table(tmp_path: Path, capsys: pytest.Capture
         {"step": step, "tokens": ["4", "2"], "policy_logprobs": [-0.5, -1.0], "ref_logprobs": [-0.5, ref]}
         for step, ref in enumerate([-1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -5.5], start=1)
     ]
-    file = tmp_path / "completions.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert main(["doctor", str(file)]) == 1
+    assert main(["doctor", lines(tmp_path / "completions.jsonl", rows)]) == 1
     out = capsys.readouterr().out
     assert "tokens to blame, step 7\n" in out
     (line,) = [line for line in out.splitlines() if line.startswith("  '2'")]
@@ -84,7 +87,6 @@ def test_tokens_to_blame_stand_in_a_table(tmp_path: Path, capsys: pytest.Capture
         (["missing", "--fail-on", "kl-spikes"], "did you mean 'kl-spike'"),
         (["missing", "--verifier", "rule"], "did you mean 'rules'"),
         (["missing", "--map", "rewrd=x"], "did you mean 'reward'"),
-        (["--json"], "arguments are required: PATH"),
     ],
 )
 def test_what_cannot_be_read_or_understood_is_2(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,26 +95,21 @@ def test_what_cannot_be_read_or_understood_is_2(argv: list[str], text: str, caps
     assert text in captured.err and captured.out == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [('{"log_history": []}', "no step was logged"), ('{"log_history": [{"step": 1, "epoch": 0.1}]}', "")],
-)
-def test_nothing_to_check_is_not_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str) -> None:
-    (tmp_path / "trainer_state.json").write_text(text, encoding="utf-8")
+@pytest.mark.parametrize(("rows", "why"), [([], "no step was logged"), ([{"step": 1, "epoch": 0.1}], "")])
+def test_nothing_to_check_is_not_sound(tmp_path: Path, capsys, rows: list[dict], why: str) -> None:
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}), encoding="utf-8")
     assert main(["doctor", str(tmp_path / "trainer_state.json")]) == 2
     err = capsys.readouterr().err
-    assert "nothing in the record can be checked" in err
-    assert why in err
+    assert "nothing in the record can be checked" in err and why in err
 
 
 def test_names_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"step": i + 1, "my_kl": kl, "kl": 0.0, "my_reward": 0.5} for i, kl in enumerate(SPIKE)]
-    file = tmp_path / "log.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert main(["doctor", str(file)]) == 0
+    file = lines(tmp_path / "log.jsonl", rows)
+    assert main(["doctor", file]) == 0
     for flags in (["--map", "kl=my_kl", "reward=my_reward"], ["--map=kl=my_kl", "--map", "reward=my_reward"]):
         capsys.readouterr()
-        assert main(["doctor", str(file), *flags]) == 1
+        assert main(["doctor", file, *flags]) == 1
         out = capsys.readouterr().out
         assert "alarm: kl-spike: the KL jumped (step 7)" in out
         assert "detached-reference" not in out, "it was checked: there is a reward"
@@ -134,9 +131,7 @@ def test_what_the_run_was_warned_of_stands_first(tmp_path: Path, capsys: pytest.
 
 
 def log(folder: Path, **columns: object) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = [{"step": step, "reward": 0.5, **columns} for step in range(1, 9)]
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lines(folder / "log.jsonl", [{"step": step, "reward": 0.5, **columns} for step in range(1, 9)])
     return str(folder)
 
 

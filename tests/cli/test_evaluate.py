@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.training.conftest import TINY, llama, rows_of, scores_of, stored  # noqa: F401  (llama: a fixture)
+from transformers import AutoModelForCausalLM
 
 from klamp.cli import main
 from klamp.cli.evaluate import find_subject, run
@@ -55,7 +56,7 @@ def test_a_checkpoint_of_a_run_brings_its_run_with_it(trained, inside) -> None:
 
 def test_any_model_is_scored_and_with_a_start_measured(trained, llama, tmp_path) -> None:  # noqa: F811
     weights = trained / "checkpoints" / "step-000004" / "policy"
-    copy = stored_copy(weights, tmp_path / "copy")
+    copy = stored(AutoModelForCausalLM.from_pretrained(weights), tmp_path / "copy")
     flags = ["--reward", TINY["reward"], "--eval_size", "7", "--max_completion_length", "6", "--cpu"]
     alone = as_json("--checkpoint", copy, *flags)
     assert alone["scores"] == evaluations(trained)[4]
@@ -66,12 +67,6 @@ def test_any_model_is_scored_and_with_a_start_measured(trained, llama, tmp_path)
     assert (measured["scores"], measured["before"]) == (of_the_run["scores"], of_the_run["before"])
     for name in ("kl/reverse", "kl/forward_sequence", "length", "reward"):
         assert measured[name] == pytest.approx(of_the_run[name], rel=1e-4), name
-
-
-def stored_copy(weights: Path, folder: Path) -> str:
-    from transformers import AutoModelForCausalLM
-
-    return stored(AutoModelForCausalLM.from_pretrained(weights), folder)
 
 
 def test_another_task_brings_its_own_reward(trained, tmp_path) -> None:
@@ -116,18 +111,10 @@ def test_what_it_prints(trained, capsys) -> None:
     assert out.startswith(f"{trained}, after 4 steps; ")
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--kl_prompts", "3"], "klamp evaluate: the following arguments are required: --checkpoint"),
-        (["--checkpoint", "x", "--beta", "0.1"], "unknown flag"),
-        (["--checkpoint", "no/such/folder/here"], "cannot load"),
-    ],
-)
-def test_what_is_refused(argv, said, capsys) -> None:
-    assert main(["evaluate", *argv]) in (1, 2)
+def test_a_folder_that_is_not_there_is_refused(capsys) -> None:
+    assert main(["evaluate", "--checkpoint", "no/such/folder/here"]) == 1
     err = capsys.readouterr().err
-    assert f"klamp: error: {said}" in err and "Traceback" not in err and "  fix: " in err
+    assert "klamp: error: cannot load" in err and "  fix: " in err
 
 
 def test_a_run_without_a_checkpoint_and_an_adapter_with_another_start(trained, tmp_path, capsys) -> None:

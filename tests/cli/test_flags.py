@@ -59,14 +59,8 @@ def test_aliases_lead_to_their_field(alias: str, name: str) -> None:
         ("--target_kl none --scale_rewards none", {"target_kl": None, "scale_rewards": "none"}),
         ("--resume", {"resume": True}),
         ("--resume runs/a --no_cpu", {"resume": "runs/a", "cpu": False}),
-        (
-            "--mask-truncated-completions --chat_template NO",
-            {"mask_truncated_completions": True, "chat_template": False},
-        ),
-        (
-            "--mask_truncated_completions=0 --chat_template null",
-            {"mask_truncated_completions": False, "chat_template": None},
-        ),
+        ("--kl-monitor --chat_template NO", {"kl_monitor": True, "chat_template": False}),
+        ("--kl_monitor=0 --chat_template null", {"kl_monitor": False, "chat_template": None}),
         ("--kl_exclude_tokens 7 special --report-to", {"kl_exclude_tokens": (7, "special"), "report_to": ()}),
         ("--kl_controller_factors 2 0.5 1 1", {"kl_controller_factors": (2.0, 0.5, 1.0, 1.0)}),
         ("--report_to a --report_to b", {"report_to": ("a", "b")}),
@@ -114,7 +108,7 @@ def test_what_cannot_be_read_is_refused_with_the_way_out(command: str, argv: str
     assert said in str(caught.value) and caught.value.fix
 
 
-@pytest.mark.parametrize("beta", ["0.0", "0.001", "0.01", "0.1"])
+@pytest.mark.parametrize("beta", ["0.0", "0.01"])
 def test_the_command_lines_of_the_grpo_tutorial(beta: str) -> None:
     argv = ["--config", str(DEMO), "--kl_penalty", beta, "--output_dir", f"output_beta_{beta}", "--max_steps", "5000"]
     config = parse_train(argv)[0]
@@ -130,15 +124,11 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(write) -> None:
     assert (config.kl.kl_gradient, config.loss.epsilon, config.run.max_steps) == ("reverse", 0.3, 7)
     file = write("preset: dapo\n")
     assert parse_train(["--config", str(file)])[0].loss.loss_type == "dapo"
-    assert parse_train(["--config", str(file), "--preset", "grpo"])[0].loss.loss_type == "grpo"
+    for name, preset in PRESETS.items():
+        config = parse_train(["--config", str(file), "--preset", name])[0]
+        assert (config.kl, config.loss) == (preset.kl, preset.loss), name
     with pytest.raises(UnknownNameError, match="dapo"):
         parse_train(["--preset", "dappo"])
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_gives_its_recipe(name: str) -> None:
-    config = parse_train(["--preset", name])[0]
-    assert (config.kl, config.loss) == (PRESETS[name].kl, PRESETS[name].loss)
 
 
 def test_a_run_that_goes_on_is_as_it_was_but_for_what_is_named(write, monkeypatch) -> None:

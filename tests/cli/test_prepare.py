@@ -4,7 +4,9 @@ import json
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import yaml
@@ -18,6 +20,8 @@ from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVEN = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+TOPK = ("--teacher_estimator", "topk", "--teacher_head", "teacher")
+Prepare: TypeAlias = Callable[..., str]
 ROWS = [{"question": f"{n} + 1?", "answer": f"so it is #### {n + 1}"} for n in range(40)]
 
 
@@ -44,33 +48,37 @@ def words(backend: str) -> list[str]:
     return ["--config", str(file)]
 
 
-def prepared(backend: str, capsys: pytest.CaptureFixture[str], *more: str) -> str:
-    assert main(["train", *words(backend), "--prepare", *more]) == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def prepared(folder: Path, capsys: pytest.CaptureFixture[str]) -> Prepare:
+    """What `klamp train --prepare` prints for the example of a backend, with more words behind it."""
+
+    def call(backend: str, *more: str) -> str:
+        assert main(["train", *words(backend), "--prepare", *more]) == 0
+        return capsys.readouterr().out
+
+    return call
 
 
 def commands(text: str) -> list[str]:
-    return [
-        line.strip() for line in text.partition("next, where the GPUs are\n\n")[2].partition("\n\n")[0].splitlines()
-    ]
+    block = text.partition("next, where the GPUs are\n\n")[2].partition("\n\n")[0]
+    return [line.strip() for line in block.splitlines()]
 
 
-def test_trl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = prepared("trl", capsys)
-    for said in (
-        "7.6 billion parameters",
-        "gradient checkpointing on",
-        "4 GPUs to train, 4 for vLLM",
-        "--zero_stage 2",
-    ):
+def test_trl(folder: Path, prepared: Prepare) -> None:
+    from accelerate.commands.launch import launch_command_parser
+    from trl.scripts.vllm_serve import make_parser
+
+    text = prepared("trl")
+    for said in ("7.6 billion parameters", "gradient checkpointing on", "4 GPUs to train, 4 for vLLM"):
         assert said in text
     install, server, launch, look, _ = commands(text)
     assert "trl[vllm]" in install and "vLLM 0.22 to 0.31" in install
     assert server.startswith("CUDA_VISIBLE_DEVICES=4,5,6,7 trl vllm-serve --model ") and server.endswith(" &")
     assert look == "klamp report runs/gsm8k-trl"
-    _the_server_takes(shlex.split(server.rstrip(" &"))[3:])
+    (given,) = make_parser().parse_args_and_config(shlex.split(server.rstrip(" &"))[3:])
+    assert (given.tensor_parallel_size, given.data_parallel_size, given.host, given.port) == (4, 1, "127.0.0.1", 8001)
     assert launch.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3 ")
-    told = _accelerate_takes(shlex.split(launch)[3:])
+    told = launch_command_parser().parse_args(shlex.split(launch)[3:])
     assert told.num_processes == 4 and told.use_deepspeed and told.zero_stage == 2 and told.mixed_precision == "bf16"
     assert told.module and told.training_script == "klamp.cli" and told.training_script_args[0] == "train"
     config = parse_train(told.training_script_args[1:])[0]
@@ -80,21 +88,8 @@ def test_trl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (folder / "runs").exists(), "nothing is written"
 
 
-def _the_server_takes(arguments: list[str]) -> None:
-    from trl.scripts.vllm_serve import make_parser
-
-    (given,) = make_parser().parse_args_and_config(arguments)
-    assert (given.tensor_parallel_size, given.data_parallel_size, given.host, given.port) == (4, 1, "127.0.0.1", 8001)
-
-
-def _accelerate_takes(arguments: list[str]):
-    from accelerate.commands.launch import launch_command_parser
-
-    return launch_command_parser().parse_args(arguments)
-
-
-def test_verl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = prepared("verl", capsys)
+def test_verl(folder: Path, prepared: Prepare, capsys: pytest.CaptureFixture[str]) -> None:
+    text = prepared("verl")
     for said in ("4 of 128 completions at once", "divided over 8 GPUs", "reference offloaded", "0.6 of the memory"):
         assert said in text
     install, start, look, _ = commands(text)
@@ -110,46 +105,43 @@ def test_verl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ppo_micro_batch_size_per_gpu=4" in capsys.readouterr().out
 
 
-def test_one_gpu_of_trl_samples_beside_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, start, *_ = commands(prepared("trl", capsys, "--gpus", "1"))
+def test_one_gpu_of_trl_samples_beside_training(prepared: Prepare) -> None:
+    _, start, *_ = commands(prepared("trl", "--gpus", "1"))
     assert start.startswith("klamp train --config trl.yaml --gpus 1 ") and start.endswith("--sampler vllm")
 
 
-def test_heads_that_do_not_divide_are_not_divided(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_that_do_not_divide_are_not_divided(folder: Path, prepared: Prepare) -> None:
     file = folder / "seven" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 14, "num_key_value_heads": 2}))
-    server = commands(prepared("trl", capsys))[1]
+    server = commands(prepared("trl"))[1]
     assert "CUDA_VISIBLE_DEVICES=6,7 " in server, "vLLM refuses several copies of a dense model"
     assert "--tensor_parallel_size 2 --data_parallel_size 1" in server
 
 
-def test_the_sum_of_memory_is_shown_and_a_teacher_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    alone = " ".join(prepared("trl", capsys).split())
+def test_the_sum_of_memory_is_shown_and_a_teacher_counts(prepared: Prepare) -> None:
+    alone = " ".join(prepared("trl").split())
     assert "of 80 GB less 41.9 (weights, gradients, Adam), 15.2 (frozen models), 8 (spare), 14.9 are left" in alone
-    text = " ".join(prepared("trl", capsys, "--teacher_model", "seven").split())
+    text = " ".join(prepared("trl", "--teacher_model", "seven").split())
     assert "30.5 (frozen models)" in text
     assert "likely out of memory" in text and "verl, which divides all weights" in text
-    text = prepared("trl", capsys, "--teacher_url", "http://127.0.0.1:8001")
+    text = prepared("trl", "--teacher_url", "http://127.0.0.1:8001")
     assert "a server of its own" in text and "likely out of memory" not in text
-    text = " ".join(prepared("verl", capsys, "--teacher_model", "seven").split())
+    text = " ".join(prepared("verl", "--teacher_model", "seven").split())
     assert "1 more than these 8 GPUs for the teacher" in text
-    assert "teacher" not in alone + prepared("verl", capsys)
+    assert "teacher" not in alone + prepared("verl")
 
 
-def test_32b_by_verl_on_eight_gpus_does_not_fit_and_sixteen_do(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_32b_by_verl_on_eight_gpus_does_not_fit_and_sixteen_do(folder: Path, prepared: Prepare) -> None:
     """Case: 65.5 GB of weights, gradients and moments, and what is gathered and sleeps beside, of 80."""
     large = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     config = Qwen2Config(**large, num_key_value_heads=8, vocab_size=152_064, tie_word_embeddings=False)  # type: ignore[arg-type]
     config.save_pretrained(folder / "seven")
-    text = " ".join(prepared("verl", capsys).split())
+    text = " ".join(prepared("verl").split())
     assert "of 80 GB less 65.5 (weights, gradients, Adam), 11.3 (what FSDP gathers), 2 (vLLM asleep" in text
     assert "this is likely out of memory: take 16 GPUs in all (gpus, machines), an adapter (lora_r)" in text
-    assert (
-        "new weights for vLLM: 38 GB of a GPU at the peak" in text and "524.2 GB of each machine's own memory" in text
-    )
-    text = " ".join(prepared("verl", capsys, "--machines", "2").split())
+    assert "new weights for vLLM: 38 GB of a GPU at the peak" in text
+    assert "524.2 GB of each machine's own memory" in text
+    text = " ".join(prepared("verl", "--machines", "2").split())
     assert "divided over 16 GPUs" in text and "out of memory" not in text and "tight" not in text
 
 
@@ -158,39 +150,32 @@ def test_32b_by_verl_on_eight_gpus_does_not_fit_and_sixteen_do(
     [
         ((), ["vllm serve MODEL --port 8000 --dtype bfloat16", "--max-logprobs 20"]),
         (("--teacher_name", "seven"), ["/seven --served-model-name seven --port 8000"]),
-        (
-            ("--teacher_estimator", "topk", "--teacher_head", "teacher", "--teacher_top_k", "40"),
-            ["--max-logprobs 40 &"],
-        ),
-        (("--teacher_estimator", "topk", "--teacher_head", "teacher"), ["--max-logprobs 64"]),
+        ((*TOPK, "--teacher_top_k", "40"), ["--max-logprobs 40 &"]),
+        (TOPK, ["--max-logprobs 64"]),
     ],
 )
-def test_the_command_that_starts_a_teachers_server(
-    folder: Path, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], said: list[str]
-) -> None:
-    text = prepared("trl", capsys, "--teacher_url", "http://127.0.0.1:8000", *given)
+def test_the_command_that_starts_a_teachers_server(prepared: Prepare, given: tuple[str, ...], said: list[str]) -> None:
+    text = prepared("trl", "--teacher_url", "http://127.0.0.1:8000", *given)
     assert all(each in " ".join(text.split()) for each in said)
     start, *_ = commands(text)[1:]
     longest = int(re.findall(r"--max_model_len (\d+)", text)[0])
     assert f"--max-model-len {longest + 1} " in start, "it generates one token more"
     assert "--port 8001" in commands(text)[2] and "--sampler_url http://127.0.0.1:8001" in commands(text)[3]
-    assert len(commands(prepared("trl", capsys))) == 5, "no server where there is none"
+    assert len(commands(prepared("trl"))) == 5, "no server where there is none"
 
 
-def test_an_adapter_that_lies_in_verls_shards_is_not_evaluated(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "klamp evaluate" in prepared("trl", capsys, "--lora_r", "8")
-    assert "klamp evaluate" not in prepared("verl", capsys, "--lora_r", "8")
+def test_an_adapter_that_lies_in_verls_shards_is_not_evaluated(prepared: Prepare) -> None:
+    assert "klamp evaluate" in prepared("trl", "--lora_r", "8")
+    assert "klamp evaluate" not in prepared("verl", "--lora_r", "8")
 
 
 @pytest.mark.parametrize("backend", ["trl", "verl"])
-def test_a_shell_takes_what_is_printed(folder: Path, capsys: pytest.CaptureFixture[str], backend: str) -> None:
+def test_a_shell_takes_what_is_printed(folder: Path, prepared: Prepare, backend: str) -> None:
     """Every line is one simple command to bash, in a folder whose name has a space and a quote."""
     odd = folder / "it's mine"
     (folder / "seven").rename(odd)
     url = ("--teacher_url", "http://127.0.0.1:8000", "--teacher_name", odd.name) if backend == "trl" else ()
-    lines = commands(prepared(backend, capsys, "--model", odd.name, "--output_dir", "a run", *url))
+    lines = commands(prepared(backend, "--model", odd.name, "--output_dir", "a run", *url))
     checked = subprocess.run(["bash", "-n", "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
     assert [shlex.split(line, comments=True)[-1] for line in lines[-2:]] == ["a run", "a run"]
@@ -209,10 +194,10 @@ def test_wrong_data_is_said_before_the_machine_is_there(folder: Path, capsys: py
 
 
 @pytest.mark.parametrize("backend", ["trl", "verl"])
-def test_the_page_has_the_printed_commands(folder: Path, capsys: pytest.CaptureFixture[str], backend: str) -> None:
+def test_the_page_has_the_printed_commands(folder: Path, prepared: Prepare, backend: str) -> None:
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8").replace("\\\n", " ")
     told = {_plain(line) for line in page.splitlines()}
-    for line in commands(prepared(backend, capsys))[1:-2]:
+    for line in commands(prepared(backend))[1:-2]:
         ours = line.replace(str(folder / "seven"), "Qwen/Qwen2.5-7B-Instruct")
         assert _plain(ours.replace(f"{backend}.yaml", f"examples/gsm8k-{backend}.yaml")) in told
 

@@ -35,7 +35,7 @@ def names_in(made: Node) -> list[str]:
 
 
 def page(file: Path) -> Node:
-    return parse(file.read_text(encoding="utf-8").removeprefix("<!doctype html>"))
+    return parse(file.read_text(encoding="utf-8"))
 
 
 def test_a_klamp_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,18 +94,9 @@ def test_nothing_else_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixt
     assert mine.read_text() == "<html>my thesis</html>"
 
 
-@pytest.mark.parametrize(
-    ("argv", "text", "code"),
-    [
-        (["missing"], "there is nothing to examine", 1),
-        (["--output", "x.html"], "arguments are required: RUN", 2),
-    ],
-)
-def test_what_is_refused(
-    argv: list[str], text: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_what_is_refused_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["report", *argv]) == code
+    assert main(["report", "missing"]) == 1 and main(["report", "--output", "x.html"]) == 2
     captured = capsys.readouterr()
-    assert text in captured.err and captured.out == ""
+    assert "there is nothing to examine" in captured.err and captured.out == ""
     assert not list(tmp_path.iterdir())

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 from tests.cli.fake_trainer import fake_trainer, rise, run_info, summary_of, write_files
+from tests.training.conftest import stored, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klamp.cli import main, train
@@ -56,12 +57,8 @@ def test_on_a_terminal_it_is_drawn(folder: Path, capsys) -> None:
 def test_a_stop_names_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def stop(step: int) -> None:
         if step == 2:
-            try:
-                raise KeyboardInterrupt
-            except KeyboardInterrupt as interrupt:
-                raise TrainingStopped(
-                    "training was stopped after step 2 of 9", got="an interrupt", resumable=True
-                ) from interrupt
+            what = "training was stopped after step 2 of 9"
+            raise TrainingStopped(what, got="an interrupt", resumable=True) from KeyboardInterrupt()
 
     use(monkeypatch, folder, at_step=stop)
     assert main(["train", "--max_steps", "9"]) == 130
@@ -71,17 +68,13 @@ def test_a_stop_names_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "done:" not in captured.out
 
 
-def test_after_an_alarm_the_run_goes_on_without_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_after_an_alarm_the_run_goes_on_without_it(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def stopped(config, observers):
         write_files(config, folder)
         for observer in observers:
             observer.on_start(run_info(config, folder))
             observer.on_alarm(rise("kl-spike", 2))
-        raise TrainingStopped(
-            "training was stopped after step 2 of 9 by the alarm kl-spike", resumable=True, fix="mend that"
-        )
+        raise TrainingStopped("training was stopped by the alarm kl-spike", resumable=True, fix="mend that")
 
     monkeypatch.setattr(train, "train_run", stopped)
     assert main(["train", "--max_steps", "9", "--stop-on", "kl-spike", "retention"]) == 1
@@ -90,21 +83,9 @@ def test_after_an_alarm_the_run_goes_on_without_it(
     assert captured.err.rstrip().endswith(f"train --resume {folder} --stop_on retention")
 
 
-def save_tiny_model(folder: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from klamp.lab.tasks import arithmetic_tokenizer
-
-    tokenizer = arithmetic_tokenizer()
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def test_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    save_tiny_model(tmp_path / "tiny")
+    stored(tiny_llama(), tmp_path / "tiny")
     flags = ["--max_steps", "2", "--eval_size", "8", "--prompts_per_step", "4", "--num_generations", "4", "--cpu"]
     assert main(["train", *flags, "--model", "tiny", "--output_dir", "out"]) == 0
     out = capsys.readouterr().out
@@ -118,9 +99,7 @@ def test_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["report", "out"]) == 0
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     facts = re.findall(r'<p class="source">(.*?)</p>', page)[0]
-    assert facts.startswith(
-        "klamp train --eval_size 8 --model tiny --prompts_per_step 4 --num_generations 4 --output_dir"
-    )
+    assert facts.startswith("klamp train --eval_size 8 --model tiny --prompts_per_step 4 --num_generations 4")
     assert "--max_steps 2 --cpu · seed 0 · CPU (" in facts
 
 
@@ -152,10 +131,8 @@ def test_the_summary_says_for_how_much_of_the_run_the_target_was_held(tmp_path: 
         (0.1, "in the band (mean of 20 steps within 30 %) for 12 % of the steps"),
         (0.01, "fewer than 20 steps since the KL"),
     ):
-        rows = [
-            {"step": i, "kl/k3": 0.05 if 0 < i < 24 else level, "kl/target": 0.05}
-            for i in range(95 if level > 0.05 else 20)
-        ]
+        kl = [level, *[0.05] * 23, *[level] * 71] if level > 0.05 else [level, *[0.05] * 19]
+        rows = [{"step": step, "kl/k3": value, "kl/target": 0.05} for step, value in enumerate(kl)]
         (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, [{"step": 0, "eval/addition": 1.0}, *rows])))
         (line,) = (line for line in summary_lines(tmp_path, "--target_kl", "0.05", **final) if line[:7] == "target:")
         assert line.startswith(f"target: {text}")

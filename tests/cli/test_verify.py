@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,36 +15,31 @@ from tests.audit.bench.losses import k2, k3, plus, ppo
 from tests.audit.bench.worlds import Case, make_world, verdict_of
 
 from klamp.audit.verdict import Verdict
-from klamp.cli import main
+from klamp.cli import main, verify
 from klamp.cli.verify import LENGTH, explain, run, run_explain
 from klamp.core.estimators import ESTIMATORS
-from klamp.verify.proofs import PROOFS
+from klamp.verify.proofs import ESTIMATOR_PROOFS, PROOFS
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
 
-def shown(*argv: str) -> tuple[int, str]:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        return run(argv), out.getvalue()
-
-
-def break_k3(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = dataclasses.replace(ESTIMATORS["k3"], value=lambda delta: -(torch.expm1(-delta) + delta))
-    monkeypatch.setitem(ESTIMATORS, "k3", row)
+def shown(*argv: str, command: Callable[..., int] = run) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return command(argv), out.getvalue()
 
 
 def test_everything_passes_and_is_shown() -> None:
     code, text = shown()
     assert code == 0
-    assert all(section in text for section in PROOFS)
-    assert "FAIL" not in text
+    assert all(section in text for section in PROOFS) and "FAIL" not in text
     assert "checks passed, in" in text.splitlines()[-1]
     assert text.count("\n  ok  ") > 100
 
 
 def test_a_broken_sign_fails_with_exit_code_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_k3(monkeypatch)
+    row = dataclasses.replace(ESTIMATORS["k3"], value=lambda delta: -(torch.expm1(-delta) + delta))
+    monkeypatch.setitem(ESTIMATORS, "k3", row)
+    monkeypatch.setattr(verify, "PROOFS", ESTIMATOR_PROOFS)
     code, text = shown()
     assert code == 1
     assert "\n  FAIL  E[k3] - KL(policy||ref) " in text
@@ -66,10 +62,9 @@ def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def explained(*argv: str) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert run_explain(argv) == 0
-    return " ".join(out.getvalue().split())
+    code, text = shown(*argv, command=run_explain)
+    assert code == 0
+    return " ".join(text.split())
 
 
 def test_flags_and_aliases_alone() -> None:

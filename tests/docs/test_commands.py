@@ -43,18 +43,11 @@ def test_what_a_page_tells_to_type_is_a_command(page: str) -> None:
     assert [line for line in blocks if line.split()[1] not in COMMANDS] == []
 
 
-@pytest.mark.parametrize("command", [line for line in WHOLE if line.startswith("klamp train ")])
-def test_a_run_that_is_shown_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", [line for line in WHOLE if line.startswith(("klamp train ", "klamp explain "))])
+def test_a_run_or_an_explanation_that_is_shown_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    words = shlex.split(re.sub(r"--config \S+", "--config examples/config_demo.yaml", command))[2:]
-    assert parse_train(words)[0]
-
-
-@pytest.mark.parametrize("command", [line for line in WHOLE if line.startswith("klamp explain ")])
-def test_an_explanation_that_is_shown_can_be_had(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    words = shlex.split(re.sub(r"\S+\.yaml", "examples/config_demo.yaml", command))[2:]
-    assert explain(words)
+    _, name, *words = shlex.split(re.sub(r"\S+\.yaml", "examples/config_demo.yaml", command))
+    assert (parse_train if name == "train" else explain)(words)
 
 
 @pytest.mark.parametrize("flags", [each for each in NEWCOMERS if each.startswith("--")])

@@ -158,9 +158,7 @@ def roll(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
 
 def rllm(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
     ctx = SimpleNamespace(logp_curr=x.policy, logp_old=x.old, logp_ref=x.anchor, advantages=x.reward)
-    vars(ctx).update(
-        action_mask=x.mask.double(), params={"kl_beta": BETA}, aggregate=lambda tokens, mask: tokens @ mask
-    )
+    ctx.action_mask, ctx.params, ctx.aggregate = x.mask.double(), {"kl_beta": BETA}, torch.matmul
     return names["klamp_loss"](ctx)[0]
 
 
@@ -202,9 +200,8 @@ def test_the_expected_gradient_is_that_of_the_kl(trainer: str, monkeypatch: pyte
 
 def test_metrics_that_nemo_rl_sums_are_means(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = defined("NeMo-RL", monkeypatch)["KlampLoss"]()
-    scored = {
-        f"{who}_logprobs": -3 * torch.rand(32, 6) for who in ("prev", "generation", "reference_policy", "next_token")
-    }
+    names = ("prev", "generation", "reference_policy", "next_token")
+    scored = {f"{who}_logprobs": -3 * torch.rand(32, 6) for who in names}
     mask = (torch.arange(6) < torch.randint(2, 7, (32, 1))).float()
     data = scored | {"advantages": torch.randn(32, 6), "token_mask": mask, "sample_mask": torch.ones(32)}
     policy, totals = data.pop("next_token_logprobs")[:, 1:], (torch.tensor(32.0), mask[:, 1:].sum())
@@ -276,7 +273,6 @@ SCOPES |= {"miles": _slime, "AReaL": _areal, "Trinity-RFT": _trinity, "rLLM": _r
 def verdict_of(trainer: str, names: dict[str, Any]) -> Verdict:
     """What the trainer's second snippet finds out with these names in its scope."""
     _, code = re.findall(r"```python\n(.*?)```", SECTIONS[trainer], re.S)
-    assert len(code.splitlines()) <= 6
     names |= {"klamp": SimpleNamespace(check=partial(klamp.check, once=False))}
     exec(code, names)
     return names["verdict"]

@@ -4,9 +4,8 @@ import contextlib
 import io
 import re
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from tests.docs.pages import DOCS
@@ -21,8 +20,7 @@ EXACT = 3
 """The first blocks ask no model: what they print is the same on every machine."""
 
 
-@dataclass(frozen=True)
-class Session:
+class Session(NamedTuple):
     """What somebody has who followed the page to its end."""
 
     printed: list[str]
@@ -80,8 +78,7 @@ def test_its_record_can_be_examined(session: Session) -> None:
     assert {"kl-spike", "huge-values", "kl-high"}.isdisjoint(unchecked)
 
 
-UPSTREAM = (Path(__file__).resolve().parents[2] / "docs" / "upstream.md").read_text(encoding="utf-8")
-BEGINNING, *REPORTS = UPSTREAM.split("\n## ")
+BEGINNING, *REPORTS = (DOCS / "upstream.md").read_text(encoding="utf-8").split("\n## ")
 
 
 def snippet(text: str) -> str:

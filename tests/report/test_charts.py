@@ -42,9 +42,9 @@ def rendered(*series: Series, **changes) -> Node:
 
 
 def test_no_title_repeats_its_unit() -> None:
-    made = [(plan.title, plan.unit) for plan in plans([run_of(reward=[1.0])])]
-    assert {"Loss", "Reward", "Gradient norm"} <= {title for title, unit in made if not unit}
-    assert not [title for title, unit in made if unit and unit in title.lower()]
+    made = {plan.title: plan.unit for plan in plans([run_of(reward=[1.0])])}
+    assert made["Loss"] == made["Reward"] == made["Gradient norm"] == ""
+    assert not [title for title, unit in made.items() if unit and unit in title.lower()]
     assert rendered(Series(label="a", points={1: 1.0}), title="Loss", unit="").one("caption").text == "Loss"
 
 
@@ -106,27 +106,22 @@ def test_the_script_gets_what_the_table_lacks() -> None:
     series = [Series(label=name, points=dict.fromkeys(range(9), 0.5), slot=slot) for name, slot in (("a", 0), ("b", 3))]
     made = chart(*series, lines=[Line(label="t", low=0.1)], marks=[Mark(step=5, number=1, name="x")], include=(0.0,))
     plot = json.loads(parse(render_chart(made)).one("figure").attributes["data-plot"] or "")
-    lines, marks = [[0.1, None]], [[5, 1]]
-    rest = {"unit": "nats", "include": [0.0], "decimals": None, "slots": [0, 3]}
-    assert plot == {**rest, "lines": lines, "marks": marks}
+    drawn = {"lines": [[0.1, None]], "marks": [[5, 1]]}
+    assert plot == {"unit": "nats", "include": [0.0], "decimals": None, "slots": [0, 3], **drawn}
 
 
 def test_short_curves_stay_and_long_ones_lose_points_but_no_extreme() -> None:
     assert thin([{1: 0.0, 2: 1.0}, {2: 0.0, 5: 0.0}], most=10) == [1, 2, 5]
-    curve = {step: math.sin(step / 500) for step in range(1, 10001)}
-    curve[7321] = 100.0
-    curve[123] = -100.0
+    curve = {step: math.sin(step / 500) for step in range(1, 10001)} | {7321: 100.0, 123: -100.0}
     other = dict.fromkeys(curve, 0.5) | {5000: math.nan}
     kept = thin([curve, other], most=200)
     assert {1, 10000, 7321, 123, 5000} <= set(kept)
-    assert 100 <= len(kept) <= 2 * 200 + 10
-    assert kept == sorted(kept)
+    assert 100 <= len(kept) <= 2 * 200 + 10 and kept == sorted(kept)
     shown = [curve[step] for step in kept if step not in (7321, 123)]
     assert max(shown) == max(value for step, value in curve.items() if step != 7321)
 
 
-FACTORS = [*STEP_FACTORS]
-STEPPED = {"target_kl": 0.1, "kl_controller": "step", "kl_controller_factors": FACTORS}
+STEPPED = {"target_kl": 0.1, "kl_controller": "step", "kl_controller_factors": [*STEP_FACTORS]}
 
 
 def test_every_metric_with_a_chart_is_on_the_page_and_a_chart_has_one_unit() -> None:
@@ -158,10 +153,8 @@ def test_a_chart_says_what_klamp_measured_and_nothing_of_another_trainers_number
 def test_with_a_teacher_or_the_sampler_as_anchor_each_kl_is_a_curve_by_its_name() -> None:
     taught = {"teacher__kl": [0.4, 0.3], "teacher__coef": [1.0, 0.5], "beta": [0.1, 0.1]}
     found = {chart.name: chart for chart in charts([run_of(k1=[0.0, 0.2], k3=[0.0, 0.3], **taught)], {})}
-    assert [(s.label, s.points) for s in found["chart-anchors"].series] == [
-        ("reference (k3)", {1: 0.0, 2: 0.3}),
-        ("teacher", {1: 0.4, 2: 0.3}),
-    ]
+    points = {s.label: s.points for s in found["chart-anchors"].series}
+    assert points == {"reference (k3)": {1: 0.0, 2: 0.3}, "teacher": {1: 0.4, 2: 0.3}}
     assert [(s.label, s.points[2]) for s in found["chart-beta"].series] == [("beta", 0.1), ("teacher_coef", 0.5)]
 
     each = {"teacher__kl.math": [0.5], "teacher__kl.code": [0.3], "teacher__kl": [0.4], "sampler__k3": [0.0]}
@@ -171,9 +164,8 @@ def test_with_a_teacher_or_the_sampler_as_anchor_each_kl_is_a_curve_by_its_name(
     (chart,) = (chart for chart in charts([near], {}) if chart.name == "chart-anchors")
     assert [s.label for s in chart.series] == ["sampler (k3), at the last update", "sampler (k3)"]
     runs = [run_of(name="a", **taught), run_of(name="b", k3=[0.0])]
-    assert [c.title for c in charts(runs, {}) if c.name.startswith("chart-anchors")] == [
-        "Divergence from each anchor: teacher"
-    ]
+    titles = [c.title for c in charts(runs, {}) if c.name.startswith("chart-anchors")]
+    assert titles == ["Divergence from each anchor: teacher"]
     assert anchor_curves([run_of(k3=[0.1], sampler__k3=[0.0])]) == {}
 
 
@@ -206,19 +198,13 @@ def test_several_runs_have_a_chart_per_metric_and_a_curve_per_run() -> None:
         "KL to the reference: k3": [("a", 0, {1: 0.2}), ("b", 1, {1: 0.3, 2: 0.4})],
         "KL to the reference: k1": [("a", 0, {1: 0.1})],
     }
-    assert len({chart.name for chart in charts(runs, {})}) == 3
 
 
 def test_a_target_is_drawn_where_all_runs_have_it() -> None:
-    def both(other: float) -> list[list[str]]:
-        runs = [
-            run_of(name=n, k3=[0.1], details={"config": {**STEPPED, "target_kl": t}})
-            for n, t in (("a", 0.1), ("b", other))
-        ]
-        return [[line.label for line in chart.lines] for chart in charts(runs, {})]
-
-    assert both(0.1) == [["beta rests from 0.05 to 0.15", "target 0.1"]]
-    assert both(0.2) == [[]]
+    for other, labels in ((0.1, ["beta rests from 0.05 to 0.15", "target 0.1"]), (0.2, [])):
+        configs = (STEPPED, STEPPED | {"target_kl": other})
+        (made,) = charts([run_of(k3=[0.1], details={"config": config}) for config in configs], {})
+        assert [line.label for line in made.lines] == labels
 
 
 def lines(chart: str, curves: dict[str, list[float]] | None = None, **config: Any) -> list[tuple[float, float | None]]:
@@ -228,13 +214,11 @@ def lines(chart: str, curves: dict[str, list[float]] | None = None, **config: An
 
 def test_a_target_with_the_band_of_its_controller() -> None:
     band = [(pytest.approx(0.05), pytest.approx(0.15)), (0.1, None)]
-    assert lines("kl", target_kl=0.1, kl_controller="step", kl_controller_factors=FACTORS) == band
-    factors = [2.0, 0.5, 1.2, 0.8]
-    own = lines("kl", target_kl=0.1, kl_controller="step", kl_controller_factors=factors)
+    assert lines("kl", **STEPPED) == band
+    own = lines("kl", **STEPPED | {"kl_controller_factors": [2.0, 0.5, 1.2, 0.8]})
     assert own == [(pytest.approx(0.08), pytest.approx(0.12)), (0.1, None)]
-    assert lines("kl", target_kl=0.1) == [(0.1, None)]
-    assert lines("kl", target_kl=0.1, kl_controller="proportional") == [(0.1, None)]
-    assert lines("kl", target_kl=0.1, kl_controller="step", kl_controller_factors=FACTORS, beta=0.0) == [(0.1, None)]
+    for without in ({"target_kl": 0.1}, STEPPED | {"kl_controller": "proportional"}, STEPPED | {"beta": 0.0}):
+        assert lines("kl", **without) == [(0.1, None)]
     assert lines("kl", target_kl=None) == lines("reward", target_kl=0.1) == []
 
 

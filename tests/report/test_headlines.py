@@ -47,15 +47,10 @@ def test_skills_before_and_after() -> None:
         "addition, trained": ("90.0", "points of 100", "from 50.0 (+40.0)"),
         "reversal, not trained": ("75.0", "points of 100", "from 100.0 (−25.0)"),
     }
-    half = run_of(scores=scores[:1], settings=settings)
-    assert said(headlines(half, ["addition"], POINTS)) == {
-        "addition, trained": ("50.0", "points of 100", "not evaluated later")
-    }
-    over = {each.label: each.over for each in headlines(half, ["addition"], POINTS)}
-    assert over == {"addition, trained": "evaluation after step 0"}
     late = run_of(scores=[(20, {"a": 0.5})], reward=[0.1] * 37)
     (found,) = [each for each in headlines(late, ["a"], POINTS) if each.label == "a"]
-    assert (found.over, found.detail) == ("evaluation after step 20", "not evaluated later"), "not step 37"
+    assert (found.value, found.detail) == ("50.0", "not evaluated later")
+    assert found.over == "evaluation after step 20", "not step 37"
     same = run_of(scores=[(20, {"a": 0.5}), (40, {"a": 0.5})])
     assert said(headlines(same, ["a"], POINTS))["a"][2] == "as at the first evaluation", "not before"
 
@@ -77,6 +72,11 @@ def test_the_result_of_a_run_is_one_line(after, more, text) -> None:
     assert result(run_of(scores=[(0, before), (9, after)] if after else [], settings=settings, **more)) == text
 
 
+def table(*runs: ReportRun) -> list[list[str]]:
+    headings, rows = side_by_side(runs)
+    return [[parse(cell).text for cell in row] for row in (headings, *rows)]
+
+
 def test_side_by_side() -> None:
     runs = [run_of(name="a", reward=[0.5]), run_of(name="b", reward=[0.75], k3=[0, 0, 0, 0, 0, 0, 0.9])]
     expected = [
@@ -84,10 +84,6 @@ def test_side_by_side() -> None:
         [" aruns/a, klamp run", "0the KL was not looked at", "–", "0.5"],
         [" bruns/b, klamp run", "1", "0.3highest 0.9 at step 7", "0.75"],
     ]
-
-    def table(*some: ReportRun) -> list[list[str]]:
-        headings, rows = side_by_side(some)
-        return [[parse(cell).text for cell in row] for row in (headings, *rows)]
 
     assert table(*runs) == [list(column) for column in zip(*expected, strict=True)]
     assert table(*runs * 3)[:3] == expected, "many runs are rows"
@@ -99,19 +95,16 @@ def test_a_run_whose_steps_logged_no_kl_keeps_the_one_that_was_measured_after_tr
     found = said(headlines(free, [], POINTS))
     assert found["KL from the start (exact)"] == ("0.6", "nats/token", "on held-out prompts")
     assert found["KL from the start per completion (exact)"] == ("2.4", "nats", "on held-out prompts")
-    _, rows = side_by_side([free, held])
-    table = [[parse(cell).text for cell in row] for row in rows]
-    assert table[1:4] == [
+    assert table(free, held)[2:5] == [
         ["KL from the start (exact), nats/token", "0.6on held-out prompts", "0.08on held-out prompts"],
         ["KL from the start per completion (exact), nats", "2.4on held-out prompts", "–"],
         ["KL (k3), nats/token", "–", "0.1highest 0.1 at step 2"],
     ]
 
 
-def test_curves_levels_slots_and_skills() -> None:
+def test_curves_slots_and_skills() -> None:
     run = run_of(k3=[0.1, 0.2], k1=[0.3], scores=[(0, {"a": 0.5}), (2, {"a": 0.6, "b": 1.0})])
-    assert run.curve("kl/k3") == {1: 0.1, 2: 0.2} and run.curve("kl/k1") == {1: 0.3}
-    assert run.curve("eval/a") == {0: 0.5, 2: 0.6} and run.curve("eval/b") == {2: 1.0} and run.curve("none") == {}
+    assert run.curve("kl/k1") == {1: 0.3} and run.curve("eval/b") == {2: 1.0} and run.curve("none") == {}
     runs = [run_of(), run_of(details={"group": "beta-0"}), run_of(), run_of(details={"group": "beta-0"})]
     assert slots_of(runs) == [0, 1, 2, 1], "runs of one group look alike"
     trained = run_of(scores=[(0, {"b": 1.0, "a": 1.0})], settings=RunSettings(rl_skill="z"))
@@ -129,10 +122,8 @@ def test_scores_are_points_where_they_lie_between_0_and_1_in_every_evaluation() 
     assert tile[:2] == ("0.216", "score"), "as the reward of the steps beside it; a correlation is no share"
     assert not ScoreFormat.of([trl, run_of(scores=[(0, {"a": 0.5})])]).points
     plain = ScoreFormat.of([run_of(scores=[(0, {"a": 0.5})]), run_of(scores=[(5, {"b": -1.0})])])
-    formats = (ScoreFormat(points=True), plain)
-    assert [each.scaled(0.996) for each in formats] == pytest.approx([99.6, 0.996])
-    assert [each.unit for each in formats] == ["points of 100", "score"]
-    assert [each.full for each in formats] == [(0.0, 100.0), (0.0,)]
+    assert (points.scaled(0.996), points.unit, points.full) == (pytest.approx(99.6), "points of 100", (0.0, 100.0))
+    assert (plain.scaled(0.996), plain.unit, plain.full) == (0.996, "score", (0.0,))
 
 
 SPIKE = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]
@@ -193,10 +184,8 @@ def test_verdicts() -> None:
 
 def test_a_verdict_is_green_only_where_the_kl_was_looked_at() -> None:
     """By the judgement of `klamp doctor`: one that no KL was read in ends with 2 there."""
-    blind, free = (
-        run_of(name=name, source="log", settings=RunSettings(beta=beta), reward=[0.5, 0.6] * 5, gradient=[0.2] * 8)
-        for name, beta in (("blind", None), ("free", 0.0))
-    )
+    blind = run_of(name="blind", source="log", reward=[0.5, 0.6] * 5)
+    free = run_of(name="free", source="log", reward=[0.5, 0.6] * 5, settings=RunSettings(beta=0.0))
     seen, empty = run_of(name="seen", k3=SOUND), run_of(name="empty")
     for runs, text, tone in (
         ([blind], r"● cannot tell: no alarm in what was looked at; .* could not be; the KL was not looked at", "note"),

@@ -52,7 +52,6 @@ def test_attributes_are_written_by_their_kind_and_markup_passes_where_text_does_
         ("two\nlines\tand a tab", "two\nlines\tand a tab"),
         ("Zürich, 東京, עברית, 😀", "Zürich, 東京, עברית, 😀"),
         ("user\u202egnp.exe", "user⟨U+202E⟩gnp.exe"),
-        ("\u2066a\u2069", "⟨U+2066⟩a⟨U+2069⟩"),
         ("\x00\x07\x1b[31m\x7f\r", "⟨U+0000⟩⟨U+0007⟩⟨U+001B⟩[31m⟨U+007F⟩⟨U+000D⟩"),
         ("\ud800", "⟨U+D800⟩"),
         ("a\u200bb\u2060\ufeff\u00ad", "a⟨U+200B⟩b⟨U+2060⟩⟨U+FEFF⟩⟨U+00AD⟩"),

@@ -12,6 +12,7 @@ from klamp.report.tokens import (
     FRAME,
     LONGEST,
     PATIENCE,
+    Shown,
     card,
     fitting,
     legend,
@@ -27,13 +28,15 @@ def ref(size: float) -> dict[str, Any]:
     return {"ref": (-1.0, -2.0 - size, -0.5)}
 
 
+def shown(**changes: Any) -> Shown:
+    return ranked([run_of(completions=[completion(**changes)])])[0]
+
+
 def test_the_worst_comes_first() -> None:
-    runs = [
-        run_of(completions=[completion(step=1, **ref(0.5)), completion(step=2, **ref(-2.0))]),
-        run_of(completions=[completion(step=1, **ref(1.0))]),
-    ]
-    shown = ranked(runs)
-    assert [(each.run, each.completion.step, each.worst) for each in shown] == [(0, 2, 2.0), (1, 1, 1.0), (0, 1, 0.5)]
+    rows = [completion(step=1, **ref(0.5)), completion(step=2, **ref(-2.0))]
+    runs = [run_of(completions=rows), run_of(completions=[completion(step=1, **ref(1.0))])]
+    places = [(each.run, each.completion.step, each.worst) for each in ranked(runs)]
+    assert places == [(0, 2, 2.0), (1, 1, 1.0), (0, 1, 0.5)]
 
 
 def test_what_an_alarm_blames_comes_before_everything() -> None:
@@ -50,27 +53,24 @@ def test_twins_are_one() -> None:
 
 
 def test_sums_are_over_trained_tokens() -> None:
-    row = completion(policy=(-1.0, -2.0, -0.5), ref=(-1.5, -5.0, math.nan), trained=(True, False, True))
-    (shown,) = ranked([run_of(completions=[row])])
-    assert (shown.against, shown.worst, shown.k1) == ("reference", 0.5, 0.5)
-    assert shown.k3 == pytest.approx(math.exp(-0.5) - 0.5)
-    assert shown.ratios[0] == 0.5 and math.isnan(shown.ratios[1]) and math.isnan(shown.ratios[2])
+    row = shown(policy=(-1.0, -2.0, -0.5), ref=(-1.5, -5.0, math.nan), trained=(True, False, True))
+    assert (row.against, row.worst, row.k1) == ("reference", 0.5, 0.5)
+    assert row.k3 == pytest.approx(math.exp(-0.5) - 0.5)
+    assert row.ratios[0] == 0.5 and math.isnan(row.ratios[1]) and math.isnan(row.ratios[2])
 
 
-def test_without_a_reference_the_sampler_is_compared_with() -> None:
-    (shown,) = ranked([run_of(completions=[completion(ref=None, sampler=(-1.0, -2.5, -0.5))])])
-    assert (shown.against, shown.worst) == ("sampler", 0.5)
-    (alone,) = ranked([run_of(completions=[completion(ref=None)])])
+def test_without_a_reference_the_sampler_is_compared_with_and_k3_is_of_the_one_that_drew_the_tokens() -> None:
+    other = (-1.0, -2.5, -0.5)
+    drawn, held, alone = shown(ref=None, sampler=other), shown(ref=other), shown(ref=None)
+    assert (drawn.against, drawn.worst) == ("sampler", 0.5)
+    assert drawn.k3 == pytest.approx(math.exp(0.5) - 1 - 0.5), "as sampler/k3 is: tokens of the sampler"
+    assert held.k3 == pytest.approx(math.exp(-0.5) - 1 + 0.5), "as kl/k3 is: tokens of the policy"
     assert (alone.against, alone.worst, alone.k1) == (None, 0.0, 0)
 
 
 def test_worst_tokens_each_once() -> None:
-    rows = [
-        completion(**ref(-1.0)),
-        completion(**ref(-1.0)),
-        completion(**ref(-1.0), reward=0.5),
-        completion(step=2, policy=(-1.0, -2.0, -0.5), ref=(-1.0, -2.25, -3.0)),
-    ]
+    twin, rewarded = completion(**ref(-1.0)), completion(**ref(-1.0), reward=0.5)
+    rows = [twin, twin, rewarded, completion(step=2, policy=(-1.0, -2.0, -0.5), ref=(-1.0, -2.25, -3.0))]
     found = worst_tokens(dict(enumerate(ranked([run_of(completions=rows)]))), most=2)
     assert found == [(0, 2), (1, 1)]
 
@@ -79,25 +79,10 @@ def test_of_a_long_completion_the_worst_stretch_is_shown() -> None:
     n = 3 * LONGEST
     deltas = [0.0] * n
     deltas[2 * LONGEST] = 4.0
-    row = completion(tokens=["a"] * n, policy=[-1.0] * n, ref=[-1.0 - d for d in deltas])
-    (shown,) = ranked([run_of(completions=[row])])
-    begin, end = shown.span
+    tokens, policy = ["a"] * n, [-1.0] * n
+    begin, end = shown(tokens=tokens, policy=policy, ref=[-1.0 - d for d in deltas]).span
     assert end - begin == LONGEST and begin < 2 * LONGEST < end
-    deltas[2 * LONGEST] = 0.0
-    (flat,) = ranked([run_of(completions=[completion(tokens=["a"] * n, policy=[-1.0] * n, ref=[-1.0] * n)])])
-    assert flat.span == (0, LONGEST)
-
-
-def test_the_k3_of_a_card_is_that_of_the_kl_from_the_one_that_drew_the_tokens() -> None:
-    policy, other = (-1.0, -2.0, -0.5), (-1.0, -2.5, -0.5)
-    (drawn,) = ranked([run_of(completions=[completion(policy=policy, ref=None, sampler=other)])])
-    (held,) = ranked([run_of(completions=[completion(policy=policy, ref=other)])])
-    assert drawn.k3 == pytest.approx(math.exp(0.5) - 1 - 0.5), "as sampler/k3 is: tokens of the sampler"
-    assert held.k3 == pytest.approx(math.exp(-0.5) - 1 + 0.5), "as kl/k3 is: tokens of the policy"
-
-
-def shown(**changes):
-    return ranked([run_of(completions=[completion(**changes)])])[0]
+    assert shown(tokens=tokens, policy=policy, ref=policy).span == (0, LONGEST)
 
 
 def node(label: str = "", **changes) -> Node:
@@ -113,32 +98,16 @@ def test_shades() -> None:
 def test_a_card() -> None:
     made = node(ref=(-1.5, -1.0, -0.5), prompt="40+2=", reward=1.0, advantage=-0.5, ended=True)
     strip = made.one(of="tokens")
-    assert [(token.text, token.classes) for token in strip.all("span")] == [
-        ("4", ["p2"]),
-        ("2", ["n3"]),
-        ("<eos>", ["z"]),
-    ]
+    assert [(token.text, *token.classes) for token in strip.all("span")] == [("4", "p2"), ("2", "n3"), ("<eos>", "z")]
     assert made.one(of="prompt").one(of="words").text == "40+2="
-    facts = {each.one("dt").text: each.one("dd").text for each in made.one(of="facts").all("div")}
+    facts = [each.text for each in made.one(of="facts").all("div")]
     k3 = math.exp(-0.5) + 0.5 - 1 + math.exp(1.0) - 1 - 1
-    assert facts == {
-        "reward": "1",
-        "advantage": "−0.5",
-        "KL (k3 | k1)": f"{k3:.3f} | −0.5 nats",
-        "largest": "1 nats",
-        "length": "3 tokens, ended",
-    }
-    data = {key: value for key, value in made.attributes.items() if key.startswith("data-")}
-    assert data == {
-        "data-number": "7",
-        "data-run": "0",
-        "data-step": "1",
-        "data-reward": "1",
-        "data-worst": "1",
-        "data-kl": f"{k3:.6g}",
-        "data-length": "3",
-        "data-numbers": '{"p":[-1.0,-2.0,-0.5],"r":[-1.5,-1.0,-0.5]}',
-    }
+    assert facts[:2] == ["reward1", "advantage−0.5"]
+    assert facts[2:] == [f"KL (k3 | k1){k3:.3f} | −0.5 nats", "largest1 nats", "length3 tokens, ended"]
+    data = {"number": "7", "run": "0", "step": "1", "reward": "1", "worst": "1", "kl": f"{k3:.6g}", "length": "3"}
+    assert {name: made.attributes[f"data-{name}"] for name in data} == data
+    assert numbers(made) == {"p": [-1.0, -2.0, -0.5], "r": [-1.5, -1.0, -0.5]}
+    assert "data-blamed" not in made.attributes
     assert "log policy − log reference" in (strip.attributes["aria-label"] or "")
 
 
@@ -170,7 +139,7 @@ def test_twins_and_runs_are_named() -> None:
 
 def test_numbers_for_the_script_and_long_completions_that_are_cut_and_say_so() -> None:
     made = node(policy=(-1.123456789, math.nan, -math.inf), ref=None, sampler=(-1.0, -2.0, -0.5))
-    assert json.loads(made.attributes["data-numbers"] or "") == {"p": [-1.12346, None, None], "s": [-1.0, -2.0, -0.5]}
+    assert numbers(made) == {"p": [-1.12346, None, None], "s": [-1.0, -2.0, -0.5]}
     n = LONGEST + 10
     made = node(tokens=["a"] * n, policy=[-1.0] * n, ref=[-1.0] * n)
     assert len(made.one(of="tokens").all("span")) == LONGEST
@@ -186,9 +155,8 @@ def test_the_legend_names_what_is_compared() -> None:
 
 
 def many(count: int) -> ReportRun:
-    return run_of(
-        completions=[completion(step=s, ref=(-1.0 - s / 10, -2.0, -0.5), reward=s / 10) for s in range(count)]
-    )
+    rows = [completion(step=s, ref=(-1.0 - s / 10, -2.0, -0.5), reward=s / 10) for s in range(count)]
+    return run_of(completions=rows)
 
 
 def numbers(card: Node) -> dict[str, list[float | None]]:
@@ -208,10 +176,8 @@ def test_the_worst_tokens_link_to_their_completions() -> None:
         ["4", "+0.2", "36.8 %", "30.1 %", "42<eos>", "step 2, completion 1, position 1"],
         ["4", "+0.1", "36.8 %", "33.3 %", "42<eos>", "step 1, completion 1, position 1"],
     ]
-    assert [(a.attributes["href"], a.attributes["data-position"]) for a in table.all("a")] == [
-        ("#c0", "0"),
-        ("#c1", "0"),
-    ]
+    links = [(a.attributes["href"], a.attributes["data-position"]) for a in table.all("a")]
+    assert links == [("#c0", "0"), ("#c1", "0")]
 
 
 def test_the_worst_ones_are_kept_where_room_is_short_and_a_too_large_one_makes_room_for_smaller_ones() -> None:
@@ -254,11 +220,7 @@ def test_the_anchors_that_were_recorded_are_offered_for_the_shades_and_one_alone
 
 
 def test_several_runs_are_told_apart() -> None:
-    runs = [
-        run_of(name="a", completions=[completion(ref=(-1.5, -2.0, -0.5))]),
-        run_of(name="b", completions=[completion()]),
-    ]
-    made = section(*runs)
+    made = section(*(run_of(name=name, completions=[completion(**ref(0.5))]) for name in "ab"))
     assert [card.one(of="run").text for card in made.all("article")] == ["a", "b"]
     assert [option.text for option in made.one("select", id="f-run").all("option")] == ["all runs", "a", "b"]
     assert made.one("table", of="worst").rows()[0][-2:] == ["run", "where"]
@@ -267,13 +229,10 @@ def test_several_runs_are_told_apart() -> None:
 def test_without_completions_or_without_a_log_ratio_it_says_what_is_missing() -> None:
     made = section(run_of(k3=[0.1]))
     assert made.one("p").text.startswith("No completions with token log-probabilities were written.")
-    for source, way in {"klamp run": "log_completions_every", "TRL trainer state": "ReportCallback"}.items():
-        text = section(run_of(source=source)).text
-        others = {"log_completions_every", "ReportCallback"} - {way}
-        assert way in text and not any(other in text for other in others)
-    assert "ReportCallback" in section(run_of(source="TensorBoard")).text
     assert not made.all("form")
-
+    ours, trl, other = (section(run_of(source=name)).text for name in ("klamp run", "TRL trainer state", "TensorBoard"))
+    assert "log_completions_every" in ours and "ReportCallback" not in ours
+    assert "ReportCallback" in trl and "log_completions_every" not in trl and "ReportCallback" in other
     made = section(run_of(completions=[completion()]))
     assert "No token here has a log-ratio other than 0." in made.text and len(made.all("article")) == 1
 
