@@ -171,6 +171,7 @@ def as_printed(kl_divergence: float, target_kl: float, kl_coefficient: float) ->
     return kl_coefficient
 
 
+@few
 @given(st.floats(0, 10), st.floats(1e-3, 1), st.floats(0, 100))
 def test_the_tutorials_rule_is_the_step_rule(kl, target, beta):
     assert adaptive_kl_coefficient(kl, target, kl_coefficient=beta) == as_printed(kl, target, beta)

@@ -286,8 +286,7 @@ def keeps_no_gradient(monkeypatch):
     monkeypatch.setattr(DynamicLayer, "update", detached)
 
 
-@pytest.mark.parametrize("layers", [2, 32])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("layers", "dtype"), [(32, torch.bfloat16), (2, torch.float16)])
 def test_the_rounding_of_many_layers_is_no_wrong_cache(monkeypatch, layers, dtype):
     model = tiny_llama(num_hidden_layers=layers, initializer_range=0.05).to(dtype)
     assert probe(model) == FULL
