@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.test_clipping import double
 
@@ -13,7 +13,6 @@ from klamp.errors import NonFiniteError
 from klamp.verify.worlds import random_chain
 
 SETTINGS = [(s, b) for s in ("std", "none") for b in ("mean", "leave_one_out")]
-group_size = st.integers(2, 6)
 
 
 def test_the_baselines_by_hand_the_mean_and_the_mean_of_the_others():
@@ -34,27 +33,25 @@ def test_std_is_the_unbiased_sample_deviation_as_torch_computes_it():
 
 
 @pytest.mark.parametrize(("scale", "baseline"), SETTINGS)
-@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, 1e-8, 123.456, -0.3])
-@pytest.mark.parametrize("size", [2, 3, 5, 7, 8, 10, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rewards_give_exactly_zero_never_rounding_noise(scale, baseline, reward, size, dtype):
-    rewards = torch.full((size,), reward, dtype=dtype)
-    advantages = group_advantages(rewards, size, scale=scale, baseline=baseline, eps=1e-8)
-    assert (advantages == 0).all()
+def test_equal_rewards_give_exactly_zero_never_rounding_noise(scale, baseline, dtype):
+    for size in (2, 3, 5, 7, 8, 10, 16):
+        rewards = torch.tensor([0.1, 0.7, 1 / 3, 1e-8, 123.456, -0.3], dtype=dtype).repeat_interleave(size)
+        advantages = group_advantages(rewards, size, scale=scale, baseline=baseline, eps=1e-8)
+        assert (advantages == 0).all()
 
 
 @pytest.mark.parametrize(("scale", "baseline"), SETTINGS)
-@given(size=group_size, groups=st.integers(1, 3), data=st.data())
+@settings(max_examples=25)
+@given(size=st.integers(2, 6), groups=st.integers(1, 3), data=st.data())
 def test_advantages_sum_to_zero_ignore_shifts_and_follow_permutations(scale, baseline, size, groups, data):
     numbers = st.lists(st.integers(-50, 50), min_size=size * groups, max_size=size * groups)
     rewards = double(*data.draw(numbers)) / 10
     choices = {"scale": scale, "baseline": baseline}
     advantages = group_advantages(rewards, size, **choices)
     assert advantages.view(-1, size).sum(-1).abs().max() < 1e-9
-    assert torch.allclose(group_advantages(rewards + 7.0, size, **choices), advantages, rtol=0, atol=1e-9)
     order = data.draw(st.permutations(range(size)))
-    renamed = rewards.view(-1, size)[:, order].flatten()
-    wanted = advantages.view(-1, size)[:, order].flatten()
+    renamed, wanted = (x.view(-1, size)[:, order].flatten() for x in (rewards + 7.0, advantages))
     assert torch.allclose(group_advantages(renamed, size, **choices), wanted, rtol=0, atol=1e-9)
 
 

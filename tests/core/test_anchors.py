@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +34,19 @@ def scored(seed: int = 0, **given: torch.Tensor) -> Batch:
     return flat_batch(policy_logprobs=logprobs().requires_grad_(), mask=mask, advantages=advantages, **found)
 
 
+def of_one_token(**scores: torch.Tensor) -> Batch:
+    """A batch of completions of one token, one for each number, without an advantage."""
+    count = len(scores["policy_logprobs"])
+    columns = {name: x[:, None] for name, x in scores.items()}
+    return flat_batch(**columns, mask=torch.ones(count, 1, dtype=torch.bool), advantages=torch.zeros(count))
+
+
 def slope(loss: torch.Tensor, batch: Batch) -> torch.Tensor:
     return torch.autograd.grad(loss, batch.policy_logprobs)[0]
+
+
+def to_teacher(coefficient: float = 1.0, **changes: Any) -> Weighted:
+    return Weighted(coefficient, replace(TEACHER, **changes))
 
 
 @pytest.mark.parametrize("anchor", ["reference", "teacher", "sampler"])
@@ -51,13 +63,9 @@ def test_a_term_to_any_anchor_is_the_reference_s_with_other_numbers(anchor):
 
 def test_two_terms_add_up():
     batch, kl = scored(), KLTerm(value="k3", horizon="sequence")
-    both = objective_of(**SUM, beta=0.2, kl=kl, others=(Weighted(0.7, TEACHER),))
-    parts = [
-        objective_of(**SUM),
-        objective_of(**SUM, beta=0.2, kl=kl),
-        objective_of(**SUM, others=(Weighted(0.7, TEACHER),)),
-    ]
-    found, (none, ref, teacher) = grpo_loss(batch, both), [grpo_loss(batch, each) for each in parts]
+    parts = {"beta": 0.2, "kl": kl}, {"others": (to_teacher(0.7),)}
+    choices = parts[0] | parts[1], {}, *parts
+    found, none, ref, teacher = (grpo_loss(batch, objective_of(**SUM, **each)) for each in choices)
     torch.testing.assert_close(found.loss, ref.loss + teacher.loss - none.loss)
     slopes = [slope(each.loss, batch) for each in (found, none, ref, teacher)]
     torch.testing.assert_close(slopes[0], slopes[2] + slopes[3] - slopes[1])
@@ -87,8 +95,7 @@ def test_the_metrics_of_a_bounded_teacher_measure_the_distance_itself():
     teacher[0, 0] = -torch.inf
     delta = (policy - teacher)[batch.mask][1:]
     batch = changed(batch, teacher_logprobs=teacher)
-    bounded = Weighted(0.3, replace(TEACHER, max_log_ratio=0.1))
-    metrics = grpo_loss(batch, objective_of(**SUM, others=(bounded,))).metrics
+    metrics = grpo_loss(batch, objective_of(**SUM, others=(to_teacher(0.3, max_log_ratio=0.1),))).metrics
     assert metrics["teacher/k1"] == pytest.approx(delta.mean().item())
     assert metrics["teacher/kl"] == pytest.approx(((-delta).exp() - 1 + delta).mean().item())
     assert metrics["teacher/log_ratio_clamped"] == pytest.approx((1 + (delta.abs() > 0.1).sum().item()) / 9)
@@ -98,27 +105,16 @@ def test_on_policy_distillation_is_the_gradient_of_the_kl_at_each_prefix():
     """Placement `advantage`, k1, token: by enumeration over three words, also where an older policy sampled."""
     policy = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([1.0, 0.2, -0.4], dtype=torch.float64).log_softmax(-1)
-    kl = (policy.log_softmax(-1).exp() * (policy.log_softmax(-1) - teacher)).sum()
-    expected = torch.autograd.grad(kl, policy)[0]
-    for old in (None, torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64).log_softmax(-1)):
-        logprobs = policy.log_softmax(-1)[:, None]
-        weight = logprobs.detach().exp() if old is None else old[:, None].exp()
-        batch = flat_batch(
-            policy_logprobs=logprobs,
-            teacher_logprobs=teacher[:, None],
-            old_logprobs=None if old is None else old[:, None],
-            mask=torch.ones(3, 1, dtype=torch.bool),
-            advantages=torch.zeros(3),
-        )
-        surrogate = {"surrogate": "ppo_clip", "clip_low": 1.0, "clip_high": 1e9, "reduction": "sequence_sum"}
-        term = replace(TEACHER, placement="advantage")
-        found = 0.0
-        for row in range(3):
-            one = rows_of(batch, slice(row, row + 1))
-            found = (
-                found + weight[row, 0] * grpo_loss(one, objective_of(**surrogate, others=(Weighted(1.0, term),))).loss
-            )
-        torch.testing.assert_close(torch.autograd.grad(found, policy)[0], expected, rtol=0, atol=1e-12)
+    logprobs = policy.log_softmax(-1)
+    expected = torch.autograd.grad((logprobs.exp() * (logprobs - teacher)).sum(), policy, retain_graph=True)[0]
+    surrogate = {"surrogate": "ppo_clip", "clip_low": 1.0, "clip_high": 1e9, "reduction": "sequence_sum"}
+    objective = objective_of(**surrogate, others=(to_teacher(placement="advantage"),))
+    batch = of_one_token(policy_logprobs=logprobs, teacher_logprobs=teacher)
+    older = torch.zeros(3, dtype=torch.float64).log_softmax(-1)
+    for sampler, sampled in ((logprobs.detach(), batch), (older, replace(batch, old_logprobs=older[:, None]))):
+        found = sum(sampler[row].exp() * grpo_loss(rows_of(sampled, [row]), objective).loss for row in range(3))
+        slope = torch.autograd.grad(found, policy, retain_graph=True)[0]
+        torch.testing.assert_close(slope, expected, rtol=0, atol=1e-12)
 
 
 def test_what_the_teacher_did_not_score_is_a_gap_and_not_a_zero():
@@ -127,15 +123,14 @@ def test_what_the_teacher_did_not_score_is_a_gap_and_not_a_zero():
     seen = batch.mask.clone()
     seen[1] = False
     unscored = torch.where(seen, read(batch, "teacher_logprobs"), -torch.inf)
-    found = grpo_loss(
-        changed(batch, teacher_logprobs=unscored, teacher_mask=seen), objective_of(others=(Weighted(1.0, TEACHER),))
-    )
+    objective = objective_of(others=(to_teacher(),))
+    found = grpo_loss(changed(batch, teacher_logprobs=unscored, teacher_mask=seen), objective)
     pull = slope(found.loss, batch)
     assert pull.isfinite().all() and float(found.metrics["teacher/unscored"]) == pytest.approx(2 / 9)
     none = slope(grpo_loss(batch, objective_of()).loss, batch)
     torch.testing.assert_close(pull[1], none[1])
     with pytest.raises(NonFiniteError, match="teacher_logprobs"):
-        grpo_loss(changed(batch, teacher_logprobs=unscored), objective_of(others=(Weighted(1.0, TEACHER),)))
+        grpo_loss(changed(batch, teacher_logprobs=unscored), objective)
 
 
 def test_a_kl_over_the_vocabulary_to_a_teacher_that_forbids_a_word_is_refused_and_js_is_finite():
@@ -147,9 +142,8 @@ def test_a_kl_over_the_vocabulary_to_a_teacher_that_forbids_a_word_is_refused_an
             kl = exact_kl(policy, teacher, direction=direction)
         else:
             kl = topk_kl(policy[..., 1:], teacher[..., 1:], p, q, out, direction=direction)
-        term = replace(TEACHER, value=value, gradient="own")
         batch = flat_batch(policy_logprobs=p, mask=out, advantages=torch.zeros(1), teacher_logprobs=q, teacher_kl=kl)
-        objective = objective_of(**SUM, others=(Weighted(1.0, term),))
+        objective = objective_of(**SUM, others=(to_teacher(value=value, gradient="own"),))
         if direction == "js":
             assert torch.autograd.grad(grpo_loss(batch, objective).loss, policy)[0].isfinite().all()
             continue
@@ -165,12 +159,11 @@ def test_a_term_without_its_anchor_is_refused():
             grpo_loss(bare, objective_of(others=(Weighted(1.0, KLTerm(anchor=anchor)),)))
         grpo_loss(bare, objective_of(others=(Weighted(0.0, KLTerm(anchor=anchor)),)))
     with pytest.raises(ConfigError, match="kl=None"):
-        grpo_loss(scored(), objective_of(others=(Weighted(1.0, replace(TEACHER, value="exact", gradient="own")),)))
-    carried = changed(
-        scored(), policy_logprobs=torch.zeros(4, 3) - 1, teacher_logprobs=(torch.zeros(4, 3) - 1).requires_grad_()
-    )
+        grpo_loss(scored(), objective_of(others=(to_teacher(value="exact", gradient="own"),)))
+    constant = torch.full((4, 3), -1.0)
+    carried = changed(scored(), policy_logprobs=constant, teacher_logprobs=constant.clone().requires_grad_())
     with pytest.raises(ConfigError, match="has a gradient"):
-        grpo_loss(carried, objective_of(others=(Weighted(1.0, TEACHER),)))
+        grpo_loss(carried, objective_of(others=(to_teacher(),)))
 
 
 def test_with_a_tool_between_the_turns_the_gradient_is_that_of_the_whole():
@@ -197,12 +190,8 @@ def test_a_term_to_any_name_follows_the_kl_to_that_anchor(name):
     policy = torch.randn(5, dtype=torch.float64, requires_grad=True)
     anchor = torch.randn(5, dtype=torch.float64).log_softmax(-1)
     logprobs = policy.log_softmax(-1)
-    batch = Batch(
-        policy_logprobs=logprobs[:, None],
-        mask=torch.ones(5, 1, dtype=torch.bool),
-        advantages=torch.zeros(5),
-        anchors={name: Scored(anchor[:, None], weight=5 * logprobs.detach().exp())},  # every token, by its probability
-    )
+    weight = 5 * logprobs.detach().exp()  # every token, by its probability
+    batch = replace(of_one_token(policy_logprobs=logprobs), anchors={name: Scored(anchor[:, None], weight=weight)})
     term = KLTerm(anchor=name, value="k3", gradient="reverse")
     loss, metrics = grpo_loss(batch, Objective(terms=(Weighted(0.3, term),)))
     kl = (logprobs.exp() * (logprobs - anchor)).sum()
@@ -216,8 +205,8 @@ def test_a_term_to_any_name_follows_the_kl_to_that_anchor(name):
 def test_the_run_s_own_anchors_score_every_trained_token(anchor):
     """A bound of the log-ratio or an exclusion excuses no token that the reference or the sampler did not score."""
     name = {"reference": "ref_logprobs", "sampler": "sampler_logprobs"}[anchor]
-    lost = torch.full((4, 3), -1.0, dtype=torch.float64).index_fill(1, torch.tensor([0]), -torch.inf)
-    kept = torch.ones(4, 3, dtype=torch.bool).index_fill(1, torch.tensor([0]), False)
+    kept = torch.tensor([[False, True, True]]).expand(4, 3)
+    lost = torch.where(kept, -1.0, -torch.inf).double()
     for batch in (scored(**{name: lost}), changed(scored(**{name: lost}), kl_mask=kept)):
         with pytest.raises(NonFiniteError, match=name):
             grpo_loss(batch, objective_of(beta=0.1, kl=KLTerm(anchor=anchor, max_log_ratio=5.0)))
@@ -229,15 +218,9 @@ def test_a_configuration_holds_the_run_to_the_reference_and_each_update_to_the_s
     policy, (ref, sampler) = logits[0].requires_grad_(), logits[1:].log_softmax(-1)
     kl = KLConfig(beta=0.2, sampler_coef=0.3, kl_off_policy="token")
     objective = replace(build_objective(kl, LossConfig(), max_length=1), **SUM)
-    scores = {"policy_logprobs": policy.log_softmax(-1), "ref_logprobs": ref, "sampler_logprobs": sampler}
-    batch = flat_batch(
-        **{name: x[:, None] for name, x in scores.items()},
-        mask=torch.ones(4, 1, dtype=torch.bool),
-        advantages=torch.zeros(4),
-    )
-    rows = [grpo_loss(rows_of(batch, slice(v, v + 1)), objective) for v in range(4)]
-    found = sum(sampler[v].exp() * rows[v].loss for v in range(4))
     p = policy.log_softmax(-1)
+    batch = of_one_token(policy_logprobs=p, ref_logprobs=ref, sampler_logprobs=sampler)
+    found = sum(sampler[v].exp() * grpo_loss(rows_of(batch, [v]), objective).loss for v in range(4))
     expected = sum(coef * (p.exp() * (p - other)).sum() for coef, other in ((0.2, ref), (0.3, sampler)))
     gradients = [torch.autograd.grad(x, policy, retain_graph=True)[0] for x in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-14)

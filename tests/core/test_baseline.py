@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.batches import flat_batch
+from tests.core.test_anchors import of_one_token
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
 from klamp.config.beyond import baseline_cautions
 from klamp.core.objective import grpo_loss
-from klamp.core.topk import server_head
-from klamp.core.types import Scored
 from klamp.errors import ConfigError
 from klamp.lab.config import TrainConfig
 from klamp.verify.explain import measure_config
@@ -42,7 +40,6 @@ def errors_of(teachers: Any, weights: str = "none", horizon: str = "token", seed
 )
 def test_a_baseline_and_a_centered_tail_leave_the_mean_where_it_is(weights: str, horizon: str) -> None:
     """By enumeration, on- and off-policy with full weights; b is taken from the token's own log-ratio alone."""
-    weights = horizon if weights == "own" else weights
     how = {"off_policy": weights, "horizon": horizon}
     assert errors_of([taught_by(**form, **how) for form in FORMS.values()], weights, horizon) < 1e-12
     assert errors_of(heads(tail="centered", **how), weights, horizon) < 1e-12
@@ -90,24 +87,11 @@ def test_beside_a_teacher_both_baselines_silence_the_end_of_two_anchors() -> Non
             kl = KLConfig(beta=beta, kl_estimator="k1", kl_baseline=baseline)
             taught = TeacherConfig(teacher_model="DIR", teacher_coef=coef, teacher_baseline=baseline)
             objective = build_objective(kl, LossConfig(surrogate="score_function"), max_length=1, teacher=taught)
-            batch = flat_batch(
-                policy_logprobs=policy.log_softmax(-1)[:, None],
-                ref_logprobs=ref[:, None],
-                teacher_logprobs=teacher[:, None],
-                mask=torch.ones(5, 1, dtype=torch.bool),
-                advantages=torch.zeros(5),
-                exact_kl=bases[0].expand(5, 1),
-                teacher_kl=bases[1].expand(5, 1),
-            )
+            exact = {"exact_kl": bases[0].expand(5), "teacher_kl": bases[1].expand(5)}
+            batch = of_one_token(policy_logprobs=policy, ref_logprobs=ref, teacher_logprobs=teacher, **exact)
             pull = torch.autograd.grad(grpo_loss(batch, objective).loss, policy)[0]
             noise[baseline] = float(pull.abs().max())
         assert noise["exact"] < 1e-12 < noise["none"]
-
-
-def test_a_servers_list_beyond_its_rank_k_is_no_part_of_a_baseline() -> None:
-    """A list of k + 1 that holds the sampled token would make the baseline depend on it."""
-    ids, targets = torch.tensor([[3, 1, 7], [3, 1, 5]]), torch.tensor([7, 5])
-    assert server_head(ids, targets, 2, torch.ones(2, 3, dtype=torch.bool)).tolist() == [[True, True, False]] * 2
 
 
 @pytest.mark.parametrize(
@@ -130,31 +114,24 @@ def test_a_baseline_that_would_move_the_mean_is_refused(kl: Any, teacher: dict[s
 
 
 def build(kl: Any, teacher: dict[str, Any], loss: dict[str, Any]) -> Any:
-    own = KLConfig(beta=0.0) if kl is None else KLConfig(kl_baseline="exact", kl_estimator="k1", **kl)
-    taught = (
-        None if kl is not None else TeacherConfig(**{"teacher_model": "DIR", "teacher_baseline": "exact", **teacher})
-    )
-    return build_objective(own, LossConfig(**loss), max_length=4, teacher=taught)
+    if kl is not None:
+        return build_objective(KLConfig(kl_baseline="exact", kl_estimator="k1", **kl), LossConfig(**loss), max_length=4)
+    taught = TeacherConfig(**{"teacher_model": "DIR", "teacher_baseline": "exact", **teacher})
+    return build_objective(KLConfig(beta=0.0), LossConfig(**loss), max_length=4, teacher=taught)
 
 
 def test_ppos_clip_and_a_truncated_sampler_are_said() -> None:
     term = TeacherConfig(teacher_model="DIR", teacher_baseline="exact", teacher_placement="advantage").build_term()
     in_loss = replace(term, placement="loss")
-    for one, count in (
-        (term, 2),
-        (in_loss, 2),
-        (replace(in_loss, off_policy="token"), 1),
-        (replace(term, baseline="none"), 0),
-    ):
-        assert len(list(baseline_cautions(one, later=True, cut=True))) == count
+    terms = term, in_loss, replace(in_loss, off_policy="token"), replace(term, baseline="none")
+    assert [len(list(baseline_cautions(one, later=True, cut=True))) for one in terms] == [2, 2, 1, 0]
     with pytest.warns(match="top_p or top_k"):
         TrainConfig.from_flat({"cpu": True, "teacher_model": "DIR", "teacher_baseline": "exact", "top_p": 0.9})
 
 
 def test_a_batch_without_the_baseline_is_refused() -> None:
-    logprobs = torch.full((2, 1), -1.0, requires_grad=True)
-    batch = flat_batch(policy_logprobs=logprobs, mask=torch.ones(2, 1, dtype=torch.bool), advantages=torch.zeros(2))
-    batch = replace(batch, anchors={"teacher": Scored(torch.full((2, 1), -2.0))})
+    logprobs = torch.full((2,), -1.0, requires_grad=True)
+    batch = of_one_token(policy_logprobs=logprobs, teacher_logprobs=torch.full((2,), -2.0))
     with pytest.raises(ConfigError, match="baseline 'exact'"):
         grpo_loss(batch, build(None, {}, {}))
     with pytest.raises(ConfigError, match="centered"):

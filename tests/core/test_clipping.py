@@ -4,14 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from klamp.core.clipping import clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.errors import ShapeError
-
-kl_values = st.floats(-5, 200, allow_subnormal=False)
-METHODS = ("none", "hard", "soft")
 
 
 def double(*values):
@@ -36,8 +33,9 @@ def test_soft_clipping_with_a_temperature_is_a_scaled_softplus_and_method_none_i
 
 
 @pytest.mark.parametrize("temperature", [0.01, 1.0])
-@pytest.mark.parametrize("method", METHODS)
-@given(kl=kl_values, threshold=st.floats(0.01, 10))
+@pytest.mark.parametrize("method", ["none", "hard", "soft"])
+@settings(max_examples=25)
+@given(kl=st.floats(-5, 200, allow_subnormal=False), threshold=st.floats(0.01, 10))
 def test_the_gate_is_the_derivative_of_the_clipped_kl(method, temperature, kl, threshold):
     assume(kl != threshold)  # the kink has no derivative
     point = double(kl).requires_grad_(True)
@@ -48,17 +46,11 @@ def test_the_gate_is_the_derivative_of_the_clipped_kl(method, temperature, kl, t
     assert not gate.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("threshold", "per_token", "length", "nats"),
-    [
-        (0.1, True, 50, 5.0),  # a tenth of a nat on each of fifty tokens
-        (5.0, False, 50, 5.0),
-        (0.1, True, torch.tensor([50, 100]), [5.0, 10.0]),  # a length for each prompt
-    ],
-)
-def test_a_budget_is_the_threshold_or_that_times_the_reference_length(threshold, per_token, length, nats):
-    budget = torch.as_tensor(kl_budget(threshold, per_token=per_token, reference_length=length))
-    assert budget.tolist() == pytest.approx(nats, abs=1e-6)
+def test_a_budget_is_the_threshold_or_that_times_the_reference_length():
+    assert kl_budget(5.0, per_token=False, reference_length=50) == 5.0
+    assert kl_budget(0.1, per_token=True, reference_length=50) == pytest.approx(5.0)
+    of_prompts = kl_budget(0.1, per_token=True, reference_length=torch.tensor([50, 100]))
+    assert of_prompts.tolist() == pytest.approx([5.0, 10.0], abs=1e-6)
 
 
 @pytest.mark.parametrize("size", [None, 3])

@@ -37,8 +37,10 @@ def batch_for(term, seed=0):
 
 
 @pytest.mark.parametrize("term", TERMS, ids=str)
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length"])
-@pytest.mark.parametrize("normalizer", [None, "sequence_sum"])
+@pytest.mark.parametrize(
+    ("reduction", "normalizer"),
+    [("token_mean", None), ("sequence_mean", "sequence_sum"), ("fixed_length", None), ("fixed_length", "sequence_sum")],
+)
 def test_grpo_loss_is_the_surrogate_plus_beta_times_the_reduced_penalty(term, reduction, normalizer):
     batch, term = batch_for(term), replace(term, normalizer=normalizer)
     whole, slope = loss_and_slope(batch_for(term), objective_of(reduction=reduction, max_length=8, beta=0.3, kl=term))
@@ -80,9 +82,8 @@ def test_what_a_bound_cuts_off_is_logged_where_there_is_one(horizon):
 
 @pytest.mark.parametrize("weight", [[1.0, -1.0, 1.0, 0.0], [float("nan")] * 4, [float("inf"), 1.0, 0.5, 1.0]])
 def test_a_weight_that_is_negative_or_nan_is_refused(weight):
-    weight = torch.tensor(weight)
     with pytest.raises(DataError, match="the weights of an anchor"):
-        grpo_loss(random_batch(kl_weight=weight.double()), objective_of(beta=0.1))
+        grpo_loss(random_batch(kl_weight=torch.tensor(weight).double()), objective_of(beta=0.1))
 
 
 def centred(x):
@@ -97,9 +98,8 @@ def test_rewards_are_shifted_by_the_summed_k1_times_weight_and_the_gate_comes_af
     assert gate is not None
     assert 0 < gate.factor.sum() < 4, "a gate that is open for some only"
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.5], dtype=torch.float64)
-    k1 = ((batch.policy_logprobs - read(batch, "ref_logprobs")).detach() * batch.mask).sum(-1) * read(
-        batch, "kl_weight"
-    )
+    delta = (batch.policy_logprobs - read(batch, "ref_logprobs")).detach()
+    k1 = (delta * batch.mask).sum(-1) * read(batch, "kl_weight")
     shifted = advantages_with_kl(rewards, measure(batch, term), beta=0.2, advantages=lambda x: x)
     torch.testing.assert_close(shifted, rewards - 0.2 * k1)
     assert not shifted.requires_grad
@@ -141,9 +141,8 @@ def test_in_the_advantage_the_kl_keeps_its_beta_and_has_the_gradient_of_its_hori
     chain = random_chain(5, vocab=3, length=4)
 
     def loss(y):
-        zero = torch.zeros_like(y.probs)
-        choices = {"beta": beta, "horizon": horizon}
-        advantages = shifted(zero, y.policy_logprobs, y.ref_logprobs, y.mask, **choices)
+        logprobs = y.policy_logprobs, y.ref_logprobs
+        advantages = shifted(torch.zeros_like(y.probs), *logprobs, y.mask, beta=beta, horizon=horizon)
         return score_function(y.policy_logprobs, y.sampler_logprobs, advantages)
 
     report = examine(chain, loss)
@@ -153,9 +152,8 @@ def test_in_the_advantage_the_kl_keeps_its_beta_and_has_the_gradient_of_its_hori
 def test_where_tokens_are_left_out_later_ones_count_by_k3_in_the_advantage_as_in_the_loss():
     policy, ref = double([[-1.0, -2.0, -1.5]]).requires_grad_(True), double([[-1.2, -1.5, -2.5]])
     mask, kept = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[True, False, True]])
-    first, last = 0.2, 1.0
-    later = ESTIMATORS["k3"].value(double(last)).item()
-    wanted = [first + later, later, last]
+    later = ESTIMATORS["k3"].value(double(1.0)).item()
+    wanted = [0.2 + later, later, 1.0]
     shift = shifted(double([0.0]), policy, ref, mask, beta=-1.0, kl_mask=kept, horizon="sequence")
     assert shift[0].tolist() == pytest.approx(wanted)
     batch = flat_batch(policy_logprobs=policy, ref_logprobs=ref, mask=mask, kl_mask=kept, advantages=double([0.0]))

@@ -35,13 +35,13 @@ def test_ppo_clips_only_past_a_bound_in_the_direction_of_the_advantage():
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.3, 0.15), (0.0, 0.0), (1.0, 0.28)])
 def test_the_tokens_that_count_as_clipped_are_those_that_ppo_gives_no_gradient(low, high):
     policy, old = ratios(0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5)
-    found = []
+    share = 0.0
     for advantages in (double([2.0]), double([-2.0]), double([[1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0]])):
         _, slope = loss_and_slope(ppo_clip, policy, old, advantages, clip_low=low, clip_high=high)
         clipped = ratio_clipped(policy, old, advantages, clip_low=low, clip_high=high)
         assert torch.equal(clipped, slope == 0)
-        found.append(clipped)
-    assert any(bool(clipped.any()) for clipped in found)
+        share += float(clipped.float().mean())
+    assert share > 0
     assert not ratio_clipped(policy, old, double([0.0]), clip_low=low, clip_high=high).any()
 
 
@@ -65,10 +65,11 @@ def test_the_score_function_ignores_the_old_policy():
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-def test_in_a_square_batch_an_advantage_still_belongs_to_its_row(name):
-    policy = torch.full((2, 2), -1.0, requires_grad=True)
-    SURROGATES[name](policy, policy.detach(), torch.tensor([1.0, -1.0])).sum().backward()
+def test_in_a_square_batch_an_advantage_still_belongs_to_its_row_and_the_old_policy_gets_no_gradient(name):
+    policy, old = (torch.full((2, 2), -1.0, requires_grad=True) for _ in range(2))
+    SURROGATES[name](policy, old, torch.tensor([1.0, -1.0])).sum().backward()
     assert policy.grad.tolist() == [[-1.0, -1.0], [1.0, 1.0]]
+    assert old.grad is None or (old.grad == 0).all()
 
 
 @pytest.mark.parametrize("name", SURROGATES)
@@ -94,14 +95,6 @@ def test_one_token_off_policy_only_the_ratio_gives_the_policy_gradient():
         return expected_gradient(chain, lambda z: surrogate(z.policy_logprobs, z.sampler_logprobs, rewards, **bounds))
 
     wide = {"clip_low": 1.0, "clip_high": 1e6}
-    assert torch.allclose(gradient(ppo_clip, **wide), -truth, rtol=0, atol=1e-13)
-    assert torch.allclose(gradient(cispo, **wide), -truth, rtol=0, atol=1e-13)
+    for surrogate in (ppo_clip, cispo):
+        assert torch.allclose(gradient(surrogate, **wide), -truth, rtol=0, atol=1e-13)
     assert (gradient(score_function) + truth).norm() > 0.1 * truth.norm()
-
-
-@pytest.mark.parametrize("name", SURROGATES)
-def test_old_logprobs_and_advantages_receive_no_gradient_that_they_could_pass_on(name):
-    policy, old = (torch.full((1, 2), v, requires_grad=True) for v in (-1.0, -1.1))
-    SURROGATES[name](policy, old, torch.tensor([1.0])).sum().backward()
-    assert policy.grad.abs().min() > 0
-    assert old.grad is None or (old.grad == 0).all()

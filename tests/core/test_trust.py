@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.batches import changed, flat_batch, objective_of, read
+from tests.batches import changed, flat_batch, objective_of, read, rows_of
 
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.core.estimators import exact_kl
@@ -70,10 +70,15 @@ def test_deepseek_s_mask_drops_what_is_bad_and_was_left():
     assert found == [[2.0, 2.0], [0.0, 0.0], [-1.0, -1.0]]
     assert told["sequences_cut"] == told["tokens_cut"] == pytest.approx(1 / 3)
     assert told["advantage_cut"] == pytest.approx(1 / 4)
-    per_token = replace(
-        batch_of(ratios, [0.0, 0.0, 0.0]), advantages=torch.tensor([[2.0, 2.0], [-3.0, 1.0], [-1.0, -1.0]])
-    )
+    advantages = torch.tensor([[2.0, 2.0], [-3.0, 1.0], [-1.0, -1.0]])
+    per_token = replace(batch_of(ratios, [0.0, 0.0, 0.0]), advantages=advantages)
     assert pulls(per_token, TrustRegion(threshold=0.5))[0][1] == [0.0, 0.0]
+
+
+def of(table: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities of every completion of two tokens; row 1 + i of the table is for what follows token i."""
+    first, second = torch.cartesian_prod(*[torch.arange(table.shape[1])] * 2).T
+    return torch.stack([table[0][first], table[1 + first, second]], -1)
 
 
 def test_unbounded_the_weighted_gradient_is_that_of_the_old_policy_and_each_bound_changes_it():
@@ -81,10 +86,6 @@ def test_unbounded_the_weighted_gradient_is_that_of_the_old_policy_and_each_boun
     torch.manual_seed(0)
     policy = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     sampler, reward = torch.randn(4, 3, dtype=torch.float64).log_softmax(-1), torch.randn(9, dtype=torch.float64)
-    first, second = torch.arange(9) // 3, torch.arange(9) % 3
-
-    def of(table: torch.Tensor) -> torch.Tensor:
-        return torch.stack([table[0][first], table[1 + first, second]], -1)
 
     def expected(region: TrustRegion) -> torch.Tensor:
         logprobs, drawn = of(policy.log_softmax(-1)), of(sampler)
@@ -127,29 +128,23 @@ def test_a_mask_drops_no_kl_in_the_advantage(region, surrogate):
     policy = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     ref = torch.randn(5, 4, dtype=torch.float64).log_softmax(-1)
     sampler = (policy.detach() + torch.randn(5, 4, dtype=torch.float64)).log_softmax(-1)
-    first, second = torch.arange(16) // 4, torch.arange(16) % 4
-
-    def of(table: torch.Tensor) -> torch.Tensor:
-        return torch.stack([table[0][first], table[1 + first, second]], -1)
-
     logprobs = policy.log_softmax(-1)
     kl = (logprobs.exp() * (logprobs - ref)).sum(-1)
-    truth = torch.autograd.grad(kl[0] + (sampler[0].exp() * kl[1:]).sum(), policy)[0]
-    pulled = torch.zeros_like(policy)
-    cut = 0.0
-    trust, reward = TrustRegion(**region), torch.randn(16, dtype=torch.float64)
+    truth = torch.autograd.grad(kl[0] + (sampler[0].exp() * kl[1:]).sum(), policy, retain_graph=True)[0]
+    pulled, cut = torch.zeros_like(policy), 0.0
+    choices = {"surrogate": surrogate, "reduction": "sequence_sum", "trust": TrustRegion(**region)}
+    objectives = [objective_of(beta=beta, kl=KLTerm(value="k1", placement="advantage"), **choices) for beta in (1, 0)]
+    whole = flat_batch(
+        policy_logprobs=of(logprobs),
+        ref_logprobs=of(ref),
+        sampler_logprobs=of(sampler),
+        mask=torch.ones(16, 2, dtype=torch.bool),
+        advantages=torch.randn(16, dtype=torch.float64),
+    )
     for row in range(16):
-        batch = flat_batch(
-            policy_logprobs=of(policy.log_softmax(-1))[row : row + 1],
-            ref_logprobs=of(ref)[row : row + 1],
-            sampler_logprobs=of(sampler)[row : row + 1],
-            mask=torch.ones(1, 2, dtype=torch.bool),
-            advantages=reward[row : row + 1],
-        )
-        kl_term = KLTerm(value="k1", placement="advantage")
-        choices = {"surrogate": surrogate, "reduction": "sequence_sum", "kl": kl_term, "trust": trust}
-        output, without = (grpo_loss(batch, objective_of(beta=beta, **choices)) for beta in (1.0, 0.0))
-        pulled += of(sampler)[row].sum().exp() * torch.autograd.grad(output.loss - without.loss, policy)[0]
+        output, without = (grpo_loss(rows_of(whole, [row]), objective) for objective in objectives)
+        slope = torch.autograd.grad(output.loss - without.loss, policy, retain_graph=True)[0]
+        pulled += of(sampler)[row].sum().exp() * slope
         cut += output.metrics["sampler/tokens_cut"].item() / 16
     assert cut > 0.1
     torch.testing.assert_close(pulled, truth, rtol=0, atol=1e-12)
@@ -161,11 +156,8 @@ def test_the_sampler_that_is_the_policy_changes_nothing_and_the_kl_keeps_its_own
     found, told = pulls(batch, region)
     assert found == [[1.0, 1.0], [-1.0, -1.0]] and told["tokens_cut"] == told["sequences_cut"] == 0
     far = changed(batch_of([[9.0, 9.0], [9.0, 9.0]], [1.0, -1.0]), ref_logprobs=torch.full((2, 2), -4.0))
-    losses = [
-        grpo_loss(far, objective_of(**SUM, beta=1.0, trust=t)).metrics["train/kl_penalty"]
-        for t in (region, TrustRegion())
-    ]
-    assert losses[0] == losses[1] > 0
+    cut, whole = (grpo_loss(far, objective_of(**SUM, beta=1.0, trust=t)).metrics for t in (region, TrustRegion()))
+    assert cut["train/kl_penalty"] == whole["train/kl_penalty"] > 0
 
 
 def test_what_cannot_work_is_refused():
@@ -219,15 +211,9 @@ def test_prime_rl_s_default_and_a_binary_kl_by_a_formula_of_its_own():
     (p, q), a = generator.uniform(0.02, 0.98, (2, 400)), generator.normal(size=400)
     two, of_policy = np.stack([q, 1 - q]), np.stack([p, 1 - p])
     distances = {"dppo_tv": np.abs(two - of_policy).sum(0) / 2, "dppo_kl": (two * np.log(two / of_policy)).sum(0)}
+    batch = replace(batch_of((p / q)[:, None].tolist(), a.tolist()), advantages=torch.tensor(a))
     logprobs, sampler = (torch.tensor(np.log(x))[:, None] for x in (p, q))
-    logprobs.requires_grad_()
-    batch = flat_batch(
-        policy_logprobs=logprobs,
-        sampler_logprobs=sampler,
-        old_logprobs=sampler,
-        mask=torch.ones(400, 1, dtype=torch.bool),
-        advantages=torch.tensor(a),
-    )
+    batch = changed(batch, policy_logprobs=logprobs.requires_grad_(), sampler_logprobs=sampler, old_logprobs=sampler)
     for name, distance in distances.items():
         keeps = ~((distance > 0.2) & (np.sign(p - q) == np.sign(a)))
         unclipped = {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 1e9, "reduction": "sequence_sum"}
@@ -263,15 +249,15 @@ def worlds(lag: float, count: int):
 @pytest.mark.parametrize("name", ["seq_max_exact", "seq_max_k3", "seq_mean_k1"])
 def test_with_the_whole_product_a_mask_follows_the_reward_of_what_it_keeps(name):
     """The gradient of E_policy[M R] at fixed M: neither that of E_policy[R], nor that of the mean over what is kept."""
-    dropped = 0.0
+    dropped, threshold = 0.0, 1.1 if name == "seq_mean_k1" else 0.1
+    region = TrustRegion(mode="sequence_truncate", high=None, rollout_rs=name, rollout_rs_threshold=threshold)
     for y, kl, reward in worlds(0.5, 5):
         delta = (y.policy_logprobs - y.sampler_logprobs).detach()
-        far, threshold = {
-            "seq_max_exact": (kl.amax(-1), 0.1),
-            "seq_max_k3": ((delta.exp() - 1 - delta).amax(-1), 0.1),
-            "seq_mean_k1": (delta.mean(-1).abs().exp(), 1.1),
+        far = {
+            "seq_max_exact": kl.amax(-1),
+            "seq_max_k3": (delta.exp() - 1 - delta).amax(-1),
+            "seq_mean_k1": delta.mean(-1).abs().exp(),
         }[name]
-        region = TrustRegion(mode="sequence_truncate", high=None, rollout_rs=name, rollout_rs_threshold=threshold)
         batch = Batch(
             policy_logprobs=y.policy_logprobs,
             mask=y.mask,
@@ -289,7 +275,7 @@ def test_with_the_whole_product_a_mask_follows_the_reward_of_what_it_keeps(name)
 
 def test_trm_s_bound_holds_over_every_prefix_and_is_that_of_the_paper():
     for lag in (0.1, 0.5, 2.0):
-        for y, kl, reward in worlds(lag, 20):
+        for y, kl, reward in worlds(lag, 8):
             p, w, t = y.policy_logprobs.sum(-1).exp().detach(), y.weight.detach(), 3
             error = ((p - y.probs) @ reward - y.probs @ ((w - 1).sum(-1) * reward)).abs()
             largest, whole = kl.max(), y.probs @ kl.sum(-1)

@@ -11,18 +11,20 @@ from klamp.core.types import Batch, Scored, check_batch, check_logprobs
 from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError, TensorError
 
 ONE = torch.zeros(1, 1)
-TRUE = torch.ones(1, 1, dtype=torch.bool)
+COLUMNS: dict[str, Any] = {"policy_logprobs": ONE, "mask": ONE == 0, "advantages": torch.zeros(1)}
+
+
+def wrong(name: str) -> Any:
+    return torch.zeros(1, 2, dtype=torch.bool if name == "mask" else None)
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize("name", ["mask", "old_logprobs", "ref_logprobs", "sampler_logprobs"])
 def test_a_tensor_of_another_shape_is_refused_by_name_when_the_batch_is_built(name: str) -> None:
-    columns: dict[str, Any] = {"policy_logprobs": ONE, "mask": TRUE, "advantages": torch.zeros(1)}
-    wrong: Any = torch.zeros(1, 2, dtype=torch.bool) if "mask" in name else torch.zeros(1, 2)
     with pytest.raises(ShapeError, match=rf"^{name} does not have the shape of policy_logprobs"):
-        flat_batch(**(columns | {name: wrong}))
+        flat_batch(**(COLUMNS | {name: wrong(name)}))
     with pytest.raises(ShapeError, match=name):
-        dataclasses.replace(flat_batch(**columns), **{name: wrong})
+        dataclasses.replace(flat_batch(**COLUMNS), **{name: wrong(name)})
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
@@ -31,30 +33,24 @@ def test_a_tensor_of_another_shape_is_refused_by_name_when_the_batch_is_built(na
 )
 def test_logits_and_a_single_completion_are_told_apart(shape: tuple[int, ...], words: str) -> None:
     with pytest.raises(ShapeError, match=words):
-        flat_batch(policy_logprobs=-torch.ones(shape), mask=TRUE, advantages=torch.zeros(1))
+        flat_batch(**(COLUMNS | {"policy_logprobs": -torch.ones(shape)}))
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize("name", ["kl", "forward_kl", "mask", "gate", "weight"])
 def test_what_an_anchor_says_in_another_shape_is_refused_by_name(name: str) -> None:
-    columns: dict[str, Any] = {"policy_logprobs": ONE, "mask": TRUE, "advantages": torch.zeros(1)}
-    wrong: Any = torch.zeros(1, 2, dtype=torch.bool) if name == "mask" else torch.zeros(1, 2)
     with pytest.raises(ShapeError, match=rf"^anchors\['x'\]\.{name} does not have"):
-        Batch(**columns, anchors={"x": Scored(ONE, **{name: wrong})})
+        Batch(**COLUMNS, anchors={"x": Scored(ONE, **{name: wrong(name)})})
 
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 LOGPROBS = torch.tensor([[-1.0, -2.0, -3.0], [-0.5, -0.1, -4.0]])
-IMPOSSIBLE = (
-    (float("nan"), NonFiniteError),
-    (float("inf"), NonFiniteError),
-    (-float("inf"), NonFiniteError),
-    (0.5, DataError),
-)
+IMPOSSIBLE = [*((float(x), NonFiniteError) for x in ("nan", "inf", "-inf")), (0.5, DataError)]
+NAMES = ("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs")
 
 
 def batch(**changes):
-    columns = dict.fromkeys(("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"), LOGPROBS)
+    columns = dict.fromkeys(NAMES, LOGPROBS)
     return flat_batch(**(columns | {"mask": MASK, "advantages": torch.tensor([1.0, -1.0])} | changes))
 
 
@@ -65,7 +61,7 @@ def with_value(value, row, column):
 
 
 @pytest.mark.parametrize(("value", "error"), IMPOSSIBLE)
-@pytest.mark.parametrize("name", ["policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_impossible_logprob_is_refused_where_the_mask_is_true_and_named(name, value, error):
     with pytest.raises(error, match=rf"{name}[\s\S]*\(0, 1\)"):
         check_batch(batch(**{name: with_value(value, 0, 1)}))
@@ -89,11 +85,8 @@ def test_a_mask_of_numbers_and_an_empty_one_that_is_no_part_of_a_batch_are_refus
 
 
 def test_advantages_must_be_finite_where_they_count():
-    with pytest.raises(NonFiniteError, match="advantage"):
-        check_batch(batch(advantages=torch.tensor([1.0, float("nan")])))
-    per_token = torch.zeros(2, 3)
-    per_token[0, 2] = float("nan")
-    check_batch(batch(advantages=per_token))
-    per_token[0, 0] = float("nan")
-    with pytest.raises(NonFiniteError, match="advantage"):
-        check_batch(batch(advantages=per_token))
+    nan = torch.tensor([[0.0, 0.0, float("nan")], [0.0, 0.0, 0.0]])
+    check_batch(batch(advantages=nan))
+    for advantages in (nan[:, 2], nan.flip(-1)):
+        with pytest.raises(NonFiniteError, match="advantage"):
+            check_batch(batch(advantages=advantages))

@@ -98,11 +98,9 @@ def limits() -> Iterator[None]:
 
 
 def run(words: Sequence[str]) -> Ended:
-    """Run a command line in this process, within limits; whatever it raises but SystemExit is its fault and comes out.
-
-    Its streams refuse what no UTF-8 terminal or file takes, as a user's do.
-    """
-    out, err = (_stream(errors) for errors in ("strict", "backslashreplace"))
+    """Run a command line in this process, within limits; its streams refuse what no UTF-8 terminal or file takes."""
+    options: dict[str, Any] = {"encoding": "utf-8", "write_through": True}
+    out, err = (io.TextIOWrapper(io.BytesIO(), errors=errors, **options) for errors in ("strict", "backslashreplace"))
     with redirect_stdout(out), redirect_stderr(err), limits():
         try:
             code = main(list(words))
@@ -112,14 +110,8 @@ def run(words: Sequence[str]) -> Ended:
     return Ended(code, *texts)
 
 
-def _stream(errors: str) -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=errors, write_through=True)
-
-
 def check_readable(ended: Ended) -> None:
-    """Hold that a command ended with one of its codes, and where it failed said why, without a traceback; and that it
-    wrote nothing that a terminal would obey.
-    """
+    """Hold that a command ended with a code of its own, without a traceback or anything that a terminal would obey."""
     assert ended.code in (0, 1, 2, 3), ended
     assert not OBEYED.search(ended.out + ended.err), ended
     assert "Traceback" not in ended.out + ended.err, ended
@@ -127,12 +119,16 @@ def check_readable(ended: Ended) -> None:
         assert ended.err.count("klamp: error: ") == 1, ended
 
 
-def check_says_what(error: KlampError) -> None:
-    """Hold that an error has its message, of a length that can be read."""
-    assert error.what and len(str(error)) < 2000, str(error)[:2000]
-
-
 def check_says_why(error: KlampError) -> None:
-    """Hold that an error has its reason too."""
-    check_says_what(error)
-    assert error.why, str(error)
+    """Hold that an error has its message, of a length that can be read, and its reason."""
+    assert error.what and error.why and len(str(error)) < 2000, str(error)[:2000]
+
+
+@contextmanager
+def or_refused(kind: type[KlampError] = KlampError) -> Iterator[None]:
+    """A context for a call within limits that may end with an error of this kind, which has its reason."""
+    try:
+        with limits():
+            yield
+    except kind as error:
+        check_says_why(error)

@@ -22,22 +22,17 @@ from klamp.core.term import KLTerm
 from klamp.core.types import Batch
 
 CLIP: dict[str, Any] = {"clip_method": "soft", "clip_unit": "sequence", "clip_threshold": 0.2}
+WEIGHED: dict[str, Any] = {"horizon": "sequence", "off_policy": "sequence", "max_weight": 2.0}
+FORWARD: dict[str, Any] = {"gradient": "forward", "off_policy": "token", "max_log_ratio": 1.0}
+FIXED: dict[str, Any] = {"surrogate": "score_function", "reduction": "fixed_length", "max_length": 8}
 OBJECTIVES = {
     "no KL": objective_of(beta=0.0),
-    "k3 in the loss": objective_of(beta=0.1, kl=KLTerm(value="k3", gradient="reverse")),
-    "k1 over sequences": objective_of(
-        beta=0.1,
-        reduction="token_mean",
-        kl=KLTerm(value="k1", gradient="reverse", horizon="sequence", off_policy="sequence", max_weight=2.0),
-    ),
-    "forward with token weights": objective_of(
-        beta=0.1, surrogate="cispo", kl=KLTerm(value="k3", gradient="forward", off_policy="token", max_log_ratio=1.0)
-    ),
-    "clipped": objective_of(beta=0.1, reduction="sequence_sum", kl=KLTerm(value="k3", gradient="reverse", **CLIP)),
-    "exact": objective_of(beta=0.1, kl=KLTerm(value="exact", gradient="reverse")),
-    "in the advantage": objective_of(
-        beta=0.1, surrogate="score_function", reduction="fixed_length", max_length=8, kl=KLTerm(placement="advantage")
-    ),
+    "k3 in the loss": objective_of(beta=0.1),
+    "k1 over sequences": objective_of(beta=0.1, reduction="token_mean", kl=KLTerm(value="k1", **WEIGHED)),
+    "forward with token weights": objective_of(beta=0.1, surrogate="cispo", kl=KLTerm(**FORWARD)),
+    "clipped": objective_of(beta=0.1, reduction="sequence_sum", kl=KLTerm(**CLIP)),
+    "exact": objective_of(beta=0.1, kl=KLTerm(value="exact")),
+    "in the advantage": objective_of(beta=0.1, kl=KLTerm(placement="advantage"), **FIXED),
 }
 
 

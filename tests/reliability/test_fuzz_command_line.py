@@ -67,22 +67,24 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("klamp.cli.ablate._execute", lambda *given, **named: 0)
 
 
-def ends_well(words: Sequence[str]) -> None:
-    """Run a command line in an empty folder."""
+def ends_well(words: Sequence[str], text: bytes | None = None) -> None:
+    """Run a command line in a folder that is empty, or holds this text as file.yaml."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        if text is not None:
+            Path("file.yaml").write_bytes(text)
         check_readable(run(words))
 
 
 @given(words=flags(fields_after("train")), dry=st.booleans())
 @example(words=["--seed", "-1"], dry=False)
 @example(words=["--seed", str(2**70)], dry=False)
-@examples(150)
+@examples(70)
 def test_klamp_train(words: list[str], dry: bool) -> None:
     ends_well(["train", *(["--dry_run"] if dry else []), *words])
 
 
 @given(words=flags(fields_after("ablate")))
-@examples(80)
+@examples(40)
 def test_klamp_ablate(words: list[str]) -> None:
     ends_well(["ablate", "--dry_run", *words])
 
@@ -97,7 +99,7 @@ def test_klamp_explain(words: list[str], names: list[str]) -> None:
     command=st.sampled_from(sorted({*COMMANDS, "help", "trian"} - {"verify", "model"})),
     words=st.lists(typed, max_size=4),
 )
-@examples(100)
+@examples(50)
 def test_any_words_after_any_command(command: str, words: list[str]) -> None:
     ends_well([command, *words])
 
@@ -143,20 +145,13 @@ def texts(known: Iterable[str]) -> st.SearchStrategy[bytes]:
     return st.one_of(dumped, dumped, cut, st.sampled_from(HOSTILE).map(str.encode), st.binary(max_size=20))
 
 
-def with_file(words: Sequence[str], text: bytes) -> None:
-    """Run a command line in a folder that holds this file as file.yaml."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        Path("file.yaml").write_bytes(text)
-        check_readable(run(words))
-
-
 @given(text=texts(fields_after("train")))
-@examples(100)
+@examples(50)
 def test_a_configuration_file(text: bytes) -> None:
-    with_file(["train", "--dry_run", "--config", "file.yaml"], text)
+    ends_well(["train", "--dry_run", "--config", "file.yaml"], text)
 
 
 @given(text=texts([*fields_of(AblateOptions), "base", "sweep", "arms", "name", "beta"]))
-@examples(80)
+@examples(40)
 def test_a_plan_file(text: bytes) -> None:
-    with_file(["ablate", "--dry_run", "--plan", "file.yaml"], text)
+    ends_well(["ablate", "--dry_run", "--plan", "file.yaml"], text)

@@ -44,6 +44,13 @@ def close(a, b, atol=1e-12):
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=atol)
 
 
+def agree(ours, naive, inputs, atol=1e-12):
+    """Whether two functions of the same inputs have the same values, and gradients by a random weight of each row."""
+    factor = coefficients(len(ours), ours.dtype)
+    both = [(x, *torch.autograd.grad(x @ factor, inputs, retain_graph=True)) for x in (ours, naive)]
+    return all(close(a, b, atol) for a, b in zip(*both, strict=True))
+
+
 def copies(tensors, dtype=torch.float64):
     return [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in tensors]
 
