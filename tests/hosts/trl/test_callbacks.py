@@ -16,7 +16,7 @@ from klamp.errors import KLWarning, UnknownNameError
 from klamp.hosts.trl.callbacks import settings_of_arguments
 from klamp.trl import DoctorCallback
 
-JUMPS: dict[str, Any] = {"learning_rate": 1e-4, "max_steps": 6, "beta": 0.05, "warmup_steps": 0}
+JUMPS: dict[str, Any] = {"learning_rate": 1e-4, "max_steps": 8, "beta": 0.05, "warmup_steps": 0}
 """A calm run, in which something jumps."""
 
 
