@@ -60,20 +60,29 @@ def config_of(name: str, **options: Any) -> TeacherConfig:
     return TeacherConfig(**{"teacher_model": "given", **KINDS[name], **options})
 
 
-def at_prefixes(config: TeacherConfig, logits: Tensor, taught: Tensor, ids: Tensor) -> Tensor | None:
-    """The KL at each prefix from whole rows of logits, [B, T]; the policy has sampled, so that its weight is 1."""
-    if "exact" in (config.teacher_estimator, config.teacher_baseline):
+def at_prefixes(
+    config: TeacherConfig, logits: Tensor, taught: Tensor, ids: Tensor, log_weight: Tensor | None = None
+) -> Tensor | None:
+    """The KL at each prefix from whole rows of logits, [B, T]; without `log_weight` the policy has sampled.
+
+    Only the shared part of a teacher with more entries counts.
+    """
+    exact, size = "exact" in (config.teacher_estimator, config.teacher_baseline), logits.shape[-1]
+    if exact and taught.shape == logits.shape:
         return exact_kl(logits, taught, direction=config.teacher_direction)
-    if config.head_size is None:
+    if not exact and config.head_size is None:
         return None
-    p, q, k = logits.log_softmax(-1), taught.log_softmax(-1), config.teacher_top_k
+    p, q, k = logits.log_softmax(-1), taught.log_softmax(-1), size if exact else config.teacher_top_k
     own, theirs = p.topk(k).indices, q.topk(k).indices
     head = {"student": own, "teacher": theirs, "union": torch.cat([own, theirs], -1)}[config.teacher_head]
-    kept = torch.ones_like(head, dtype=torch.bool)
+    kept = head < size
     if config.teacher_head == "union":
-        kept[..., k:] = (theirs[..., :, None] != own[..., None, :]).all(-1)
+        kept[..., k:] &= (theirs[..., :, None] != own[..., None, :]).all(-1)
+    head = torch.where(kept, head, 0)
     outside = ~((head == ids[..., None]) & kept).any(-1)
     of_head, of_token = ([x.gather(-1, at) for x in (p, q)] for at in (head, ids[..., None]))
-    tail = config.teacher_tail if config.teacher_estimator == "topk" else "bucket"
+    tail = "bucket" if config.teacher_estimator == "k1" else config.teacher_tail
     options: dict[str, Any] = {"direction": config.teacher_direction, "tail": tail, "kept": kept}
+    if config.teacher_off_policy != "none":
+        options["log_weight"] = log_weight
     return topk_kl(*of_head, *[x[..., 0] for x in of_token], outside, **options)

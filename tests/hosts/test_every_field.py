@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -28,8 +28,7 @@ def of_trl(config: Any) -> Any:
 
 
 def of_unsloth(config: KLConfig) -> KLConfig:
-    args = arguments(scale_rewards="none")
-    check_arguments(config, args, host="Unsloth")
+    check_arguments(config, arguments(scale_rewards="none"), host="Unsloth")
     return config
 
 
@@ -63,6 +62,7 @@ ALIKE = {"teacher_key": "x"}
 """What counts with the models that it goes with alone."""
 
 
+@cache
 def configurations(cls: Any, field: Any) -> list[tuple[Any, Any]]:
     """Each other value of a field that some configuration accepts: that configuration, and it without the field."""
     pairs = list[tuple[Any, Any]]()

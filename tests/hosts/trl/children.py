@@ -1,4 +1,4 @@
-"""What each of two processes does: the same runs in TRL's class and klamp's, over gloo; see test_processes."""
+"""What each of two processes does: the same runs in TRL's classes and klamp's, over gloo; see test_processes."""
 
 import copy
 import json
@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from peft import LoraConfig
-from tests.hosts.trl.hosts import klamp_trainer, model, saved, stock_trainer
+from tests.hosts.trl.hosts import distiller, klamp_trainer, model, noisy, saved, stock_trainer
 
 from klamp.scoring import completions
+from klamp.trl import DistillationTrainer
 
 RUNS: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "gradient_accumulation_steps": 2, "num_iterations": 2},
@@ -18,22 +20,19 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 # Four completions per prompt and two per process: without accumulation every group lies on both.
 SPLIT = {"num_generations": 4, "per_device_train_batch_size": 2, "max_steps": 2, "beta": 0.3}
-CLIPPED = {
-    "kl_clip_method": "hard",
-    "kl_clip_threshold": 0.01,
-    "target_kl": 0.05,
-    "loss_type": "dapo",
-    "kl_exclude_tokens": tuple(range(2, 58, 3)),
-    "logging_steps": 1,
-    "max_steps": 4,
-}
-
-
+CLIPPED = {"kl_clip_method": "hard", "kl_clip_threshold": 0.01, "target_kl": 0.05, "loss_type": "dapo"}
+CLIPPED |= {"kl_exclude_tokens": tuple(range(2, 58, 3)), "logging_steps": 1, "max_steps": 4}
 PLAIN = {"optim": "sgd", "learning_rate": 0.1}
 QUIET = {"loss_type": "grpo", "beta": 0.0}
 """A run in which the second process has no advantage but 0: nothing to learn from."""
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
 ADAPTER = {"trainer": {"peft_config": LORA}, "gradient_checkpointing": True, "importance_sampling_level": "sequence"}
+DISTILLED: dict[str, tuple[type, dict[str, Any]]] = {
+    "stock": (trl.DistillationTrainer, {}),
+    "untouched": (DistillationTrainer, {}),
+    "exact": (DistillationTrainer, {"teacher_estimator": "exact"}),
+    "topk": (DistillationTrainer, {"teacher_estimator": "topk", "teacher_top_k": 3}),
+}
 FAST = RUNS | {"quiet": QUIET, "adapter": ADAPTER}
 
 
@@ -59,28 +58,39 @@ def run(make: Any, policy: Any, folder: Path, **options: Any) -> tuple[list[floa
     return [loss.item() for loss in losses], trainer, batches
 
 
+def beside_stock(base: Any, folder: Path, ours: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The losses, rows and weights of TRL's class and klamp's; `ours` are fields of klamp's alone."""
+    stock, one, _ = run(stock_trainer, base, folder, **options)
+    found, two, _ = run(klamp_trainer, base, folder, **options, **ours)
+    weights = zip(one.model.parameters(), two.model.parameters(), strict=True)
+    return {
+        "losses": [stock, found],
+        "rows": [one.state.log_history, two.state.log_history],
+        "apart": max(float((a - b).detach().abs().max()) for a, b in weights),
+        "in force": str(two._klamp.fast),
+    }
+
+
+def distilled(base: Any, folder: Path, rank: int, kind: type, options: dict[str, Any]) -> dict[str, Any]:
+    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": "sgd"}
+    trainer = distiller(base, noisy(base, size=0.3, seed=9), folder, kind=kind, **steps, **options)
+    torch.manual_seed(11 + rank)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row and row.pop("step_time")]
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return {"rows": rows, "weights": weights.tolist()}
+
+
 def main(folder: Path) -> None:
-    base = model()
-    rank = int(os.environ["RANK"])
-    path = saved(base, folder / f"base{rank}")
-    base.config._name_or_path = path
-    found: dict[str, Any] = {}
-    for name, options in RUNS.items():
-        stock, one, _ = run(stock_trainer, base, folder / "out", **options)
-        ours, two, _ = run(klamp_trainer, base, folder / "out", **options)
-        weights = zip(one.model.parameters(), two.model.parameters(), strict=True)
-        found[name] = {"stock": stock, "ours": ours, "same weights": all(torch.equal(a, b) for a, b in weights)}
+    base, rank, out = model(), int(os.environ["RANK"]), folder / "out"
+    found: dict[str, Any] = {name: distilled(base, out, rank, *each) for name, each in DISTILLED.items()}
+    base.config._name_or_path = saved(base, folder / f"base{rank}")
+    found |= {name: beside_stock(base, out, {}, options) for name, options in RUNS.items()}
     completions.PASS_TOKENS = 0  # so that short prompts are shared too
     for name, options in FAST.items():
-        stock, one, _ = run(stock_trainer, base, folder / "out", **(options | PLAIN))
-        fast, two, _ = run(klamp_trainer, base, folder / "out", **(options | PLAIN), fast_scoring=True)
-        weights = zip(one.model.parameters(), two.model.parameters(), strict=True)
-        apart = max(float((a - b).abs().max()) for a, b in weights)
-        rows = [(one.state.log_history, "stock rows"), (two.state.log_history, "our rows")]
-        found[f"{name}, fast"] = {"stock": stock, "ours": fast, "apart": apart} | {key: each for each, key in rows}
-        found[f"{name}, fast"]["in force"] = str(two._klamp.fast)
+        found[f"{name}, fast"] = beside_stock(base, out, {"fast_scoring": True}, options | PLAIN)
     base.config._name_or_path = ""  # in memory only: copied on every process
-    _, trainer, batches = run(klamp_trainer, base, folder / "out", **CLIPPED)
+    _, trainer, batches = run(klamp_trainer, base, out, **CLIPPED)
     found["gates"] = [batch["klamp_gate_kl"].tolist() for batch in batches]
     found["lengths"] = [batch["klamp_reference_length"].tolist() for batch in batches]
     found["scales"] = [batch["klamp_kl_scale"].tolist() for batch in batches]

@@ -22,6 +22,14 @@ def precision() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def cheap_passes() -> Iterator[None]:
+    """Fast scoring shares prompts of a few tokens too: a pass costs nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("klamp.scoring.completions.PASS_TOKENS", 0)
+        yield
+
+
+@pytest.fixture(scope="module")
 def base() -> Any:
     return model()
 

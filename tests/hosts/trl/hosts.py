@@ -9,22 +9,12 @@ from typing import Any
 
 import peft
 import torch
+import transformers
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
-from klamp.config import KLConfig
-from klamp.hosts.trl.grpo_trainer import join
-from klamp.trl import GRPOConfig, GRPOTrainer
+from klamp.trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer
 
 LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
 # accelerate collects garbage at the end of every `train`; without this it would walk through all of torch each time.
@@ -38,14 +28,13 @@ LENGTH = 8
 
 
 @cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level pairs, trained on a few words."""
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=96, special_tokens=["<pad>", "<eos>"], show_progress=False)
     made.train_from_iterator(PROMPTS * 4, trainer)
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", padding_side="left", model_max_length=64
     )
 
@@ -59,8 +48,13 @@ def model(kind: str = "qwen2", *, seed: int = 0, **options: Any) -> Any:
     if kind == "gpt2":  # GPT-2 learned its positions
         sizes = {"vocab_size": len(tokenizer()), "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
         options |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"), 0.0)
-        return GPT2LMHeadModel(GPT2Config(**sizes, **ids, initializer_range=0.3, **options)).to(torch.float32)
-    config, build = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**sizes, **ids, initializer_range=0.3, **options)
+        ).to(torch.float32)
+    config, build = {
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    }[kind]
     made = build(config(**sizes, **heads, **ids, initializer_range=0.3, **options))
     return made.to(torch.float32)
 
@@ -108,12 +102,18 @@ def arguments(kind: type = GRPOConfig, folder: Any = "unused", **options: Any) -
         "max_steps": 2,
         "disable_tqdm": True,
     }
+    if not issubclass(kind, trl.GRPOConfig):
+        del defaults["num_generations"]
     return kind(**(defaults | options))
 
 
 def build(kind: type, made: Any, args: Any, **options: Any) -> Any:
+    """A trainer in the middle of a step, as `compute_loss` expects it."""
     given: dict[str, Any] = {"reward_funcs": reward, "train_dataset": dataset(), "processing_class": tokenizer()}
-    return kind(model=made, args=args, **(given | options))
+    trainer = kind(model=made, args=args, **(given | options))
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    return trainer
 
 
 def klamp_trainer(made: Any, folder: Any = "unused", *, trainer: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -124,61 +124,15 @@ def stock_trainer(made: Any, folder: Any = "unused", *, trainer: dict[str, Any] 
     return build(trl.GRPOTrainer, made, arguments(trl.GRPOConfig, folder=folder, **options), **(trainer or {}))
 
 
-def run(make: Any, folder: Path, path: str, base: Any, **options: Any) -> tuple[list[float], Any]:
-    extra = {"eval_dataset": dataset()} if "eval_strategy" in options else {}
-    given = {**options.pop("trainer", {}), **extra}
-    policy = copy.deepcopy(base)
-    policy.config._name_or_path = path
-    torch.manual_seed(7)  # TRL 1.10 draws an adapter's weights before it sets its seed
-    trainer = make(policy, folder, trainer=given, **({"beta": 0.3, "max_steps": 3} | options))
-    inner, losses = trainer.compute_loss, []
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        losses.append(inner(*args, **kwargs))
-        return losses[-1]
-
-    trainer.compute_loss = noting
-    torch.manual_seed(11)
-    trainer.train()
-    return [loss.item() for loss in losses], trainer
-
-
-def with_kl(trainer: Any, kl: KLConfig | None, **args: Any) -> Any:
-    """A klamp trainer given another KL (None: TRL's own), as if it had been built with it; its reference stays."""
-    for name, value in args.items():
-        setattr(trainer.args, name, value)
-        if hasattr(trainer, name):
-            setattr(trainer, name, value)
-    trainer.args.beta = trainer.args.beta if kl is None else kl.beta
-    join(trainer, kl, None, chosen=True)
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    return trainer
-
-
-def rows_of(prompts: int = 2, generations: int = 2, **columns: Any) -> list[dict[str, Any]]:
-    """Data rows as TRL's sampler hands them out."""
-    return [row for row in dataset(**columns).to_list()[:prompts] for _ in range(generations)]
-
-
-def generated(trainer: Any, seed: int = 5, rows: Any = None) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    return trainer._generate_and_score_completions(rows or rows_of())
-
-
-def gradient_of(trainer: Any, loss: torch.Tensor) -> torch.Tensor:
-    trainer.model.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten().clone() for p in trainer.model.parameters() if p.grad is not None])
-
-
-def plain_logits(made: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """The logits that the completions were predicted from, by a forward of the model alone. [B, T, V]"""
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    length = inputs["completion_ids"].shape[1]
-    return made(input_ids=ids, attention_mask=mask).logits[:, -length - 1 : -1].float()
-
-
-def plain_logprobs(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    return logits.log_softmax(-1).gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+def distiller(
+    student: Any, teacher: Any, folder: Path, *, kind: type = DistillationTrainer, trainer: Any = None, **options: Any
+) -> Any:
+    """A trainer of that class around copies of two models, in the middle of a step."""
+    config = DistillationConfig if issubclass(kind, DistillationTrainer) else trl.DistillationConfig
+    args = arguments(config, folder, **{"temperature": 0.7, "per_device_train_batch_size": 3, **options})
+    given = {"train_dataset": dataset(), "processing_class": tokenizer(), **(trainer or {})}
+    pair = (copy.deepcopy(each) if isinstance(each, torch.nn.Module) else each for each in (student, teacher))
+    built = kind(*pair, args, **given)
+    built.current_gradient_accumulation_steps = 1
+    built.model.train()
+    return built

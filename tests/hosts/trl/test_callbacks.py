@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hosts.trl.hosts import dataset, klamp_trainer, model, noisy, saved, stock_trainer, tokenizer
+from tests.hosts.trl.hosts import arguments, distiller, klamp_trainer, model, noisy, saved, stock_trainer
 from tests.training.conftest import disturb
 from transformers import TrainerCallback
 
@@ -14,7 +14,7 @@ from klamp.doctor.examine import AlarmFinding, examine
 from klamp.doctor.readers import read_record
 from klamp.errors import KLWarning, UnknownNameError
 from klamp.hosts.trl.callbacks import settings_of_arguments
-from klamp.trl import DistillationConfig, DistillationTrainer, DoctorCallback, GRPOConfig
+from klamp.trl import DoctorCallback
 
 JUMPS: dict[str, Any] = {"learning_rate": 1e-4, "max_steps": 8, "beta": 0.05, "warmup_steps": 0}
 """A calm run, in which something jumps."""
@@ -34,8 +34,7 @@ def run(
     callback = options.pop("callback", None) or DoctorCallback(options.pop("stop_on", ()))
     given, jumps = options.pop("trainer", {}), [Jump()] if options.pop("jumps", False) else []
     trainer = build(policy or model(), folder, trainer={**given, "callbacks": [*jumps, callback]}, **options)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         trainer.train()
     return trainer, callback, [str(each.message) for each in seen if issubclass(each.category, KLWarning)]
 
@@ -49,18 +48,14 @@ def test_a_teacher_of_one_number_is_named_in_the_first_step(tmp_path: Path) -> N
     sound = run(tmp_path, trainer={"teacher_model": model(seed=5)}, **options)[1]
     assert "teacher-silent" not in {finding.alarm.name for finding in sound.findings}
     callback = DoctorCallback()
-    args = {"max_steps": 1, "logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False}
-    args |= {"output_dir": str(tmp_path), "teacher_estimator": "exact", "max_completion_length": 8}
-    DistillationTrainer(
-        model(), teacher, DistillationConfig(**args), train_dataset=dataset(), processing_class=tokenizer(),
-        callbacks=[callback],
-    ).train()  # fmt: skip
+    options = {"max_steps": 1, "teacher_estimator": "exact"}
+    distiller(model(), teacher, tmp_path, trainer={"callbacks": [callback]}, **options).train()
     assert "teacher-silent" in {finding.alarm.name for finding in callback.findings}
 
 
 def test_a_run_that_explodes_is_told_once_with_its_cause(tmp_path: Path) -> None:
     rose: list[AlarmFinding] = []
-    _, callback, told = run(tmp_path, jumps=True, callback=DoctorCallback(on_alarm=rose.append), **JUMPS)
+    trainer, callback, told = run(tmp_path, jumps=True, callback=DoctorCallback(on_alarm=rose.append), **JUMPS)
     (spike,) = [text for text in told if ": kl-spike:" in text]
     assert "likely the learning rate" in spike and "Next step:" in spike
     names = [finding.alarm.name for finding in callback.findings]
@@ -69,13 +64,10 @@ def test_a_run_that_explodes_is_told_once_with_its_cause(tmp_path: Path) -> None
     assert [row["name"] for row in written] == names and callback.stopped_by is None
     assert not [text for text in told if "kl-high" in text], "a note is written, not told"
     assert rose == [each for each in callback.findings if each.alarm.level == "alarm"]
-
-
-def test_the_callback_finds_what_the_doctor_finds_afterwards(tmp_path: Path) -> None:
-    trainer, callback, _ = run(tmp_path, jumps=True, **JUMPS, save_strategy="no")
     trainer.save_state()
-    afterwards = examine(read_record(tmp_path))
-    assert {each.alarm.name for each in callback.findings} == {each.alarm.name for each in afterwards.findings}
+    assert {each.alarm.name for each in examine(read_record(tmp_path)).findings} == set(names), (
+        "the doctor's, afterwards"
+    )
 
 
 def test_an_alarm_that_is_named_ends_the_run_with_a_checkpoint_and_it_goes_on(tmp_path: Path) -> None:
@@ -87,10 +79,9 @@ def test_an_alarm_that_is_named_ends_the_run_with_a_checkpoint_and_it_goes_on(tm
     assert (tmp_path / f"checkpoint-{step}").is_dir()
     again = DoctorCallback()
     second = klamp_trainer(model(), tmp_path, trainer={"callbacks": [again]}, save_strategy="no", **JUMPS)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         second.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-    assert second.state.global_step == 8
+    assert second.state.global_step == JUMPS["max_steps"]
     assert not [each for each in seen if ": kl-spike:" in str(each.message)], "it was told before"
 
 
@@ -107,10 +98,8 @@ def test_a_chosen_reference_is_no_fault_at_step_0_but_a_far_one_is_named(tmp_pat
 
 
 def test_what_the_arguments_say() -> None:
-    args = GRPOConfig(output_dir="out", beta=0.1, kl_placement="advantage", kl_estimator="k1", use_cpu=True, bf16=False)
-    settings = settings_of_arguments(args)
-    assert settings.beta == 0.1
-    plain = settings_of_arguments(GRPOConfig(output_dir="out", beta=0.3, loss_type="dr_grpo", use_cpu=True, bf16=False))
+    assert settings_of_arguments(arguments(beta=0.1, kl_placement="advantage", kl_estimator="k1")).beta == 0.1
+    plain = settings_of_arguments(arguments(beta=0.3, loss_type="dr_grpo"))
     assert (plain.beta, plain.loss_type, plain.moving_reference) == (0.3, "dr_grpo", False)
 
 

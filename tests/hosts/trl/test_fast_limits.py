@@ -8,7 +8,8 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig
-from tests.hosts.trl.hosts import arguments, build, generated, gradient_of, klamp_trainer, model
+from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model
+from tests.hosts.trl.losses import generated, gradient_of, loss_of
 
 from klamp.config import KLConfig
 from klamp.errors import KLWarning
@@ -24,9 +25,19 @@ def fast(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return klamp_trainer(base, tmp_path_factory.mktemp("limits"), beta=0.3, fast_scoring=True)
 
 
-def test_dropout_forbids_it(tmp_path: Path) -> None:
-    adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
-    with pytest.warns(match=r"in spite of fast_scoring: dropout is on \(p\)"):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target_modules": "all-linear", "lora_dropout": 0.1}, r"in spite of fast_scoring: dropout is on \(p\)"),
+        (
+            {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+            "not its last hidden states through a plain output head",
+        ),
+    ],
+)
+def test_an_adapter_that_forbids_it(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    adapter = LoraConfig(r=2, task_type="CAUSAL_LM", **options)
+    with pytest.warns(match=words):
         klamp_trainer(model(), tmp_path, fast_scoring=True, trainer={"peft_config": adapter})
 
 
@@ -38,12 +49,6 @@ def test_a_subclass_that_scores_by_itself_keeps_its_own(base: Any, tmp_path: Pat
     trainer = build(Mine, base, arguments(GRPOConfig, tmp_path, fast_scoring=True))
     with pytest.warns(match="Mine scores completions in a way of its own"):
         attach(trainer, KLConfig(beta=0.1))
-
-
-def test_an_adapted_head_is_left_to_trl(base: Any, tmp_path: Path) -> None:
-    adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", modules_to_save=["lm_head"])
-    with pytest.warns(match="not its last hidden states through a plain output head"):
-        klamp_trainer(model(), tmp_path, fast_scoring=True, trainer={"peft_config": adapter})
 
 
 @pytest.mark.parametrize(
@@ -61,15 +66,12 @@ def test_what_completions_have_that_forbids_it(fast: Any, mask: torch.Tensor, ot
 
 def test_a_reason_is_said_once_and_trl_does_the_work(base: Any, tmp_path: Path) -> None:
     trainer = klamp_trainer(base, tmp_path, beta=0.0, fast_scoring=True)
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
     inputs = generated(trainer) | {"token_type_ids": None}
     inputs["completion_mask"][0, 1] = 0
     with pytest.warns(match="padding amid a prompt or a completion"):
-        first = gradient_of(trainer, trainer.compute_loss(trainer.model, inputs))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", KLWarning)
-        again = gradient_of(trainer, trainer.compute_loss(trainer.model, inputs))
+        first = gradient_of(trainer, loss_of(trainer, inputs))
+    with warnings.catch_warnings(action="error", category=KLWarning):
+        again = gradient_of(trainer, loss_of(trainer, inputs))
     assert torch.equal(first, again)
 
 
@@ -86,24 +88,21 @@ def test_in_mixed_precision_it_is_tried_out_against_a_prepared_model(tmp_path: A
 
 def test_padding_moves_no_positions_that_a_model_learned(tmp_path: Path) -> None:
     """TRL passes GPT-2 no positions, so that padding in front of a prompt counts; generation does not count it."""
-    stock, fast = (
-        klamp_trainer(model("gpt2"), tmp_path, beta=0.1, kl_monitor=True, fast_scoring=kind) for kind in (False, True)
-    )
     gaps = []
-    for trainer in (stock, fast):
+    for fast in (False, True):
+        trainer = klamp_trainer(model("gpt2"), tmp_path, beta=0.1, kl_monitor=True, fast_scoring=fast)
         with warnings.catch_warnings(record=True, action="always") as caught:
             inputs = generated(trainer)
             generated(trainer)
         told = [str(x.message) for x in caught if "at other positions than generation" in str(x.message)]
-        assert len(told) == (trainer is stock)
+        assert len(told) == (not fast)
         assert not told or ("up to" in told[0] and "fast_scoring=True" in told[0])
-        padding = (inputs["prompt_mask"] == 0).sum(-1)
-        row, start = int(padding.argmax()), int(padding.max())
+        start, row = (inputs["prompt_mask"] == 0).sum(-1).max(0)
         assert start > 0
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[row : row + 1, start:]
-        mask, keep = inputs["completion_mask"][row].bool(), inputs["completion_ids"].shape[1]
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[row, None, start:]
+        completion, mask = inputs["completion_ids"][row], inputs["completion_mask"][row].bool()
         with torch.no_grad():
-            logprobs = trainer.ref_model(input_ids=ids).logits[0, -keep - 1 : -1].log_softmax(-1)
-        right = logprobs.gather(-1, inputs["completion_ids"][row][:, None])[:, 0]
+            logprobs = trainer.ref_model(input_ids=ids).logits[0, -len(completion) - 1 : -1].log_softmax(-1)
+        right = logprobs.gather(-1, completion[:, None])[:, 0]
         gaps.append(float((right - inputs["ref_per_token_logps"][row])[mask].abs().max()))
     assert gaps[0] > 0.1 and gaps[1] < 1e-4

@@ -7,22 +7,22 @@ import pytest
 import torch
 import trl
 from packaging.version import Version
-from tests.hosts.trl.hosts import (
-    arguments,
-    build,
+from tests.hosts.trl.hosts import arguments, build, klamp_trainer, stock_trainer, tokenizer
+from tests.hosts.trl.losses import (
     generated,
     gradient_of,
-    klamp_trainer,
+    loss_of,
     plain_logits,
     plain_logprobs,
     rows_of,
-    tokenizer,
+    trained,
     with_kl,
 )
 
 from klamp.config import KLConfig
 from klamp.core.clipping import kl_budget
 from klamp.errors import ConfigError, NonFiniteError, UnsupportedVersion
+from klamp.hosts.common.coefficient import replaced
 from klamp.hosts.common.kl_fields import kl_config
 from klamp.hosts.trl.grpo_config import liger_bypasses
 from klamp.trl import attach
@@ -35,32 +35,28 @@ def test_the_gate_does_not_depend_on_how_the_batch_is_split(trainer: Any, level:
     """Every micro-batch of one row, added up, is the whole: the gate was settled before the split."""
     with_kl(trainer, KLConfig(beta=0.4, kl_clip_level=level, kl_reference_length=6, **CLIP), loss_type="luspo")
     inputs = generated(trainer)
-    whole = gradient_of(trainer, trainer.compute_loss(trainer.model, inputs))
+    whole = gradient_of(trainer, loss_of(trainer, inputs))
     tensors = {name: x for name, x in inputs.items() if not (isinstance(x, torch.Tensor) and x.ndim == 0)}
     parts = [{**inputs, **{name: x[i : i + 1] for name, x in tensors.items()}} for i in range(4)]
-    summed = sum(gradient_of(trainer, trainer.compute_loss(trainer.model, part)) for part in parts) / 4
+    summed = sum(gradient_of(trainer, loss_of(trainer, part)) for part in parts) / 4
     assert (summed - whole).abs().max() < 1e-6
-    delta = inputs["klamp_gate_kl"]
-    assert len(delta.unique()) == 4, "each is gated by the others"
+    assert len(inputs["klamp_gate_kl"].unique()) == 4, "each is gated by the others"
 
 
 def test_the_reference_length_may_be_a_column_of_the_data(trainer: Any) -> None:
     with_kl(trainer, KLConfig(beta=0.4, **CLIP))
-    rows = rows_of(reference_length=list(range(3, 13)))
-    inputs = generated(trainer, rows=rows)
+    inputs = generated(trainer, rows=rows_of(reference_length=list(range(3, 13))))
     assert inputs["klamp_reference_length"].tolist() == [3.0, 3.0, 4.0, 4.0]
     assert trainer._klamp.control.reference_length is None
 
 
 def test_a_reference_length_is_measured_on_the_first_batch_and_frozen(base: Any, tmp_path: Any) -> None:
-    trainer = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.4, max_completion_length=60, **CLIP)
-    trainer.train()
+    trainer = trained(base, tmp_path, beta=0.4, max_completion_length=60, **CLIP)
     rows = trainer.state.log_history
     assert {row["kl/reference_length"] for row in rows[:2]} == {rows[0]["completions/mean_length"]}
     assert rows[0]["completions/mean_length"] != rows[1]["completions/mean_length"]
-    assert rows[1]["kl/budget"] == pytest.approx(
-        kl_budget(0.1, per_token=True, reference_length=rows[0]["length/mean"])
-    )
+    budget = kl_budget(0.1, per_token=True, reference_length=rows[0]["length/mean"])
+    assert rows[1]["kl/budget"] == pytest.approx(budget)
 
 
 def test_the_kl_in_the_reward_leaves_completions_without_a_reward_out(trainer: Any, monkeypatch: Any) -> None:
@@ -78,35 +74,24 @@ def test_the_kl_in_the_reward_leaves_completions_without_a_reward_out(trainer: A
 
 
 def test_monitoring_without_a_term_leaves_the_loss_alone(base: Any, tmp_path: Any) -> None:
-    """beta 0 with kl_monitor: the reference is loaded, the KL is logged, loss and weights are those without."""
-    stock = build(trl.GRPOTrainer, copy.deepcopy(base), arguments(trl.GRPOConfig, tmp_path))
+    stock = stock_trainer(copy.deepcopy(base), tmp_path)
     stock.train()
-    monitored = klamp_trainer(copy.deepcopy(base), tmp_path, kl_monitor=True)
-    monitored.train()
-    for a, b in zip(stock.model.parameters(), monitored.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    monitored = trained(base, tmp_path, kl_monitor=True)
+    assert all(map(torch.equal, stock.model.parameters(), monitored.model.parameters()))
     rows = monitored.state.log_history
     assert rows[1]["kl/k3"] > 0 and rows[1]["beta"] == 0.0
     assert monitored.args.beta == 0.0 and monitored.beta > 0  # what TRL must see to score the reference
 
 
 def test_warm_up_starts_at_zero_without_losing_the_reference(base: Any, tmp_path: Any) -> None:
-    trainer = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.4, kl_warmup_steps=2, max_steps=4)
-    trainer.train()
+    trainer = trained(base, tmp_path, beta=0.4, kl_warmup_steps=2, max_steps=4)
     assert [row["beta"] for row in trainer.state.log_history[:4]] == [0.0, 0.2, 0.4, 0.4]
     assert all("kl/k3" in row for row in trainer.state.log_history[:4])
 
 
 def test_beta_moves_at_the_end_of_an_optimizer_step_only(base: Any, tmp_path: Any) -> None:
-    trainer = klamp_trainer(
-        copy.deepcopy(base),
-        tmp_path,
-        beta=0.4,
-        target_kl=0.001,
-        kl_controller="step",
-        gradient_accumulation_steps=4,
-        max_steps=3,
-    )
+    options = {"target_kl": 0.001, "kl_controller": "step", "gradient_accumulation_steps": 4, "max_steps": 3}
+    trainer = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.4, **options)
     used: list[float] = []
     inner = trainer._loss_hook
     trainer._loss_hook = lambda *args: (used.append(args[-1]), inner(*args))[1]
@@ -121,15 +106,13 @@ def test_beta_moves_at_the_end_of_an_optimizer_step_only(base: Any, tmp_path: An
 
 def test_a_step_without_a_token_that_carries_the_kl_measures_none(base: Any, tmp_path: Any) -> None:
     every = list(range(len(tokenizer())))
-    trainer = klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.2, kl_exclude_tokens=every, target_kl=0.1)
-    trainer.train()
+    trainer = trained(base, tmp_path, beta=0.2, kl_exclude_tokens=every, target_kl=0.1)
     rows = [row for row in trainer.state.log_history if "beta" in row]
     assert [row["beta"] for row in rows] == [0.2, 0.2] and not any("kl/k3" in row for row in rows)
 
 
 @pytest.mark.parametrize("options", [{}, {"beta": 0.0, "kl_monitor": True}, {"target_kl": 0.1}])
 def test_a_kl_that_is_not_finite_stops_the_run_before_the_weights(base: Any, tmp_path: Any, options: Any) -> None:
-    """A reference without a number to say: at the end of the accumulation, before the optimizer step."""
     broken = copy.deepcopy(base)
     with torch.no_grad():
         broken.model.norm.weight.fill_(torch.nan)
@@ -138,7 +121,7 @@ def test_a_kl_that_is_not_finite_stops_the_run_before_the_weights(base: Any, tmp
     with pytest.raises(NonFiniteError, match=r"KL of this step is not finite[\s\S]*newest checkpoint"):
         trainer.train()
     assert trainer.state.global_step == 0
-    assert all(torch.equal(a, b) for a, b in zip(base.parameters(), trainer.model.parameters(), strict=True))
+    assert all(map(torch.equal, base.parameters(), trainer.model.parameters()))
     assert trainer._klamp.control.last_kl is None
 
 
@@ -146,11 +129,8 @@ class Elsewhere(trl.GRPOTrainer):
     """A host that stopped using beta where klamp puts its term."""
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        beta, self.beta = self.beta, 0.0
-        try:
+        with replaced(self, "beta", 0.0):
             return super()._compute_loss(model, inputs)
-        finally:
-            self.beta = beta
 
 
 class Twice(trl.GRPOTrainer):

@@ -3,24 +3,14 @@
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tests.batches import changed, flat_batch, objective_of, read
-from tests.hosts.trl.hosts import (
-    LENGTH,
-    PROMPTS,
-    generated,
-    gradient_of,
-    klamp_trainer,
-    move,
-    noisy,
-    plain_logits,
-    plain_logprobs,
-    tokenizer,
-    with_kl,
-)
+from tests.hosts.trl.hosts import LENGTH, PROMPTS, move, tokenizer
+from tests.hosts.trl.losses import generated, gradient_of, loss_of, plain_logits, plain_logprobs, with_kl
 
 from klamp.config import KLConfig
 from klamp.config.loss import MASKS as MASK_FIELDS
@@ -65,31 +55,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def trainer(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return klamp_trainer(
-        noisy(base),
-        tmp_path_factory.mktemp("parity"),
-        trainer={"ref_model": base},
-        beta=BETA,
-        kl_monitor=True,
-        scale_rewards="none",
-    )
-
-
 def own_loss(
     trainer: Any,
     base: Any,
-    inputs: dict[str, Any],
+    inputs: Any,
     rewards: torch.Tensor,
     kl: KLConfig,
     loss_type: str,
     first: Batch | None = None,
 ) -> tuple[torch.Tensor, Batch]:
-    """klamp's loss from the models and the completions alone, and its batch; `first` is the batch of the first update.
-
-    Nothing in it was computed by the adapter.
-    """
+    """klamp's loss without any number of the adapter's, and its batch; `first` is the batch of the first update."""
     mask, term = inputs["completion_mask"].bool(), kl.build_term()
     logits = plain_logits(trainer.model, inputs)
     with torch.no_grad():
@@ -113,12 +88,8 @@ def own_loss(
     elif kl.kl_clip_method != "none":
         batch = changed(batch, gate_kl=sequence_gate_kl(measure(batch, term)))
     if kl.kl_placement == "reward" and first is None:
-        found = advantages_with_kl(
-            rewards,
-            prepare(batch, term),
-            beta=kl.beta,
-            advantages=lambda r: group_advantages(r, 2, scale="none", baseline="mean"),
-        )
+        advantages = partial(group_advantages, group_size=2, scale="none", baseline="mean")
+        found = advantages_with_kl(rewards, prepare(batch, term), beta=kl.beta, advantages=advantages)
         batch = replace(batch, advantages=found)
     objective = objective_of(reduction=REDUCTIONS[loss_type], max_length=LENGTH, beta=kl.beta, kl=term)
     return grpo_loss(batch, objective).loss, batch
@@ -134,14 +105,15 @@ def test_the_same_loss_and_gradient(trainer: Any, base: Any, name: str, monkeypa
     completions = trainer._generate(PROMPTS[:1] * 2 + PROMPTS[1:2] * 2)
     monkeypatch.setattr(trainer, "_generate", lambda _: completions)
     start = copy.deepcopy(trainer.model.state_dict())
-    for loss_type in REDUCTIONS:
-        with_kl(trainer, kl, loss_type=loss_type)
+    other = ("grpo", "dr_grpo", "luspo")[list(CONFIGURATIONS).index(name) % 3]
+    for loss_type in ("dapo", other):
+        with_kl(trainer, kl, loss_type=loss_type, scale_rewards="none")
         inputs = generated(trainer)
         noise = 0.1 * torch.randn(inputs["completion_ids"].shape, generator=torch.Generator().manual_seed(2))
         inputs["sampling_per_token_logps"] = inputs["ref_per_token_logps"] - noise
         first = None
         for update in (1, 2) if loss_type == "dapo" else (1,):
-            found = trainer.compute_loss(trainer.model, inputs)
+            found = loss_of(trainer, inputs)
             gradient = gradient_of(trainer, found)
             expected, batch = own_loss(trainer, base, inputs, rewards, kl, loss_type, first)
             expected_gradient = gradient_of(trainer, expected)
@@ -172,8 +144,12 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", ["advantage", "loss"])
-@pytest.mark.parametrize("name", MASKS)
+IN_LOSS = ("token mask", "completions", "dppo_kl, token mask", "seq_max_k3")
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"), [*((name, "advantage") for name in MASKS), *((name, "loss") for name in IN_LOSS)]
+)
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_what_trl_masks_keeps_its_kl_in_the_advantage(
     trainer: Any, base: Any, name: str, placement: Any, monkeypatch: Any
@@ -198,7 +174,7 @@ def test_what_trl_masks_keeps_its_kl_in_the_advantage(
         settings |= {"vllm_importance_sampling_mode": region.mode, "vllm_importance_sampling_correction": True}
     for field, value in settings.items():
         monkeypatch.setattr(trainer, field, value)
-    gradient = gradient_of(trainer, trainer.compute_loss(trainer.model, inputs))
+    gradient = gradient_of(trainer, loss_of(trainer, inputs))
     assert trainer.off_policy_mask_threshold == region.threshold
     batch = flat_batch(
         policy_logprobs=policy,

@@ -10,16 +10,8 @@ from typing import Any
 import pytest
 import torch
 import trl
-from tests.hosts.trl.hosts import (
-    dataset,
-    generated,
-    klamp_trainer,
-    model,
-    plain_logits,
-    plain_logprobs,
-    saved,
-    stock_trainer,
-)
+from tests.hosts.trl.hosts import dataset, klamp_trainer, model, saved, stock_trainer
+from tests.hosts.trl.losses import generated, plain_logits, plain_logprobs, trained
 
 from klamp.doctor.metrics import METRICS
 from klamp.errors import KLWarning
@@ -27,17 +19,9 @@ from klamp.hosts.common.sampler_weights import START, WEIGHTS
 from klamp.hosts.trl.measure import sync_report, watch_sampler
 from klamp.hosts.trl.session import Warned
 
-OPTIONS: dict[str, Any] = {
-    "beta": 0.4,
-    "target_kl": 0.02,
-    "kl_clip_method": "hard",
-    "kl_clip_threshold": 0.005,
-    "max_steps": 4,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "max_completion_length": 20,
-    "lr_scheduler_type": "constant",
-}
+OPTIONS: dict[str, Any] = {"beta": 0.4, "target_kl": 0.02, "kl_clip_method": "hard", "kl_clip_threshold": 0.005}
+OPTIONS |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "max_completion_length": 20}
+OPTIONS |= {"lr_scheduler_type": "constant"}
 CONTROLLERS: dict[str, dict[str, Any]] = {
     "hold": {"target_kl": 1e-4},
     "step": {"kl_controller": "step"},
@@ -52,14 +36,11 @@ def logged(trainer: Any) -> list[tuple[float, ...]]:
 
 @pytest.mark.parametrize("name", CONTROLLERS)
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
-def test_a_resumed_run_has_the_same_beta_and_losses(tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_has_the_same_beta_and_losses(base: Any, tmp_path: Path, name: str) -> None:
     options = OPTIONS | CONTROLLERS[name]
-    base = model()
-    whole = klamp_trainer(copy.deepcopy(base), tmp_path, **options)
-    whole.train()
+    whole = trained(base, tmp_path, **options)
     saved = json.loads((tmp_path / "checkpoint-2" / "klamp_state.json").read_text())
-    resumed = klamp_trainer(copy.deepcopy(base), tmp_path / "b", **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = trained(base, tmp_path / "b", resume=tmp_path / "checkpoint-2", **options)
     assert logged(resumed) == [pytest.approx(row) for row in logged(whole)]
     betas = [row[1] for row in logged(whole)]
     assert len(set(betas)) >= 3  # the controller moved
@@ -69,44 +50,38 @@ def test_a_resumed_run_has_the_same_beta_and_losses(tmp_path: Path, name: str) -
 
 
 @pytest.mark.filterwarnings("ignore:kl_estimator:klamp.errors.KLWarning")
-def test_a_checkpoint_without_the_state_says_so(tmp_path: Path) -> None:
-    base = model()
+def test_a_checkpoint_without_the_state_says_so(base: Any, tmp_path: Path) -> None:
     options = {**OPTIONS, "kl_reference_length": 5}
-    klamp_trainer(copy.deepcopy(base), tmp_path, **(options | {"max_steps": 2})).train()
+    trained(base, tmp_path, **(options | {"max_steps": 2}))
     (tmp_path / "checkpoint-2" / "klamp_state.json").unlink()
-    trainer = klamp_trainer(copy.deepcopy(base), tmp_path / "b", **options)
     with pytest.warns(KLWarning, match="holds no klamp_state.json"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        trainer = trained(base, tmp_path / "b", resume=tmp_path / "checkpoint-2", **options)
     assert logged(trainer)[2][1] == pytest.approx(0.4)  # the configured beta
 
 
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
-def test_what_a_resume_asks_for_counts(tmp_path: Path) -> None:
+def test_what_a_resume_asks_for_counts(base: Any, tmp_path: Path) -> None:
     """beta and the rate, from a run without a KL too; moments and step are the saved."""
     options: dict[str, Any] = {"kl_estimator": "k3", "save_strategy": "steps", "save_steps": 2}
-    cosine: dict[str, Any] = {"lr_scheduler_type": "cosine", "max_steps": 4}
-    base = model()
-    klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.0, **options, **cosine).train()
-    folder = str(tmp_path / "checkpoint-2")
+    options |= {"lr_scheduler_type": "cosine", "max_steps": 4}
+    trained(base, tmp_path, beta=0.0, **options)
+    folder = tmp_path / "checkpoint-2"
     changed: dict[str, Any] = {"beta": 0.3, "learning_rate": 5e-3}
     for fields in ({}, {"kl_estimator": None}):
-        trainer = klamp_trainer(copy.deepcopy(base), tmp_path / "b", **options | cosine | changed | fields)
-        trainer.train(resume_from_checkpoint=folder)
+        trainer = trained(base, tmp_path / "b", resume=folder, **options | changed | fields)
         rows = [row for row in trainer.state.log_history if "loss" in row][2:]
         assert [row["beta"] for row in rows] == [0.3, 0.3] and rows[0]["kl/k3"] > 0
         assert [row["learning_rate"] for row in rows] == pytest.approx([5e-3 * 0.5, 5e-3 * (1 - 2**-0.5) / 2])
         assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {4}
-    stopped = klamp_trainer(copy.deepcopy(base), tmp_path / "c", **options | cosine | {"beta": 0.0})
-    stopped.train(resume_from_checkpoint=folder)
+    stopped = trained(base, tmp_path / "c", resume=folder, beta=0.0, **options)
     assert stopped.state.global_step == 4 and stopped.ref_model is None
 
 
 def test_a_resume_without_klamps_fields_is_told(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "beta": 0.2}
-    klamp_trainer(model(), tmp_path, kl_estimator="k3", **options).train()
-    trainer = klamp_trainer(model(), tmp_path / "b", **options | {"max_steps": 2})
+    trained(model(), tmp_path, kl_estimator="k3", **options)
     with pytest.warns(KLWarning, match=r"written with klamp's KL, and no KL field is set now: beta=0.2"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        trained(model(), tmp_path / "b", resume=tmp_path / "checkpoint-1", **options | {"max_steps": 2})
 
 
 def logprobs(made: Any, output: Any) -> torch.Tensor:
@@ -126,25 +101,18 @@ def watched(trainer: Any, base: Any, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     output = generated(trainer)
     own = logprobs(trainer.model, output)
     output |= {"old_per_token_logps": own, "sampling_per_token_logps": own + 1e-6}
-    return SimpleNamespace(trainer=trainer, output=output, said=said, start=logprobs(base, output), own=own)
+    return SimpleNamespace(trainer=trainer, output=output, said=said, start=logprobs(base, output))
 
 
 def test_a_sampler_that_stayed_at_the_start_is_named_once(watched: SimpleNamespace) -> None:
     watched.output["sampling_per_token_logps"] = watched.start
     for _ in range(2):
         watch_sampler(watched.trainer, watched.output)
-    assert len(watched.said) == 1
-    assert "out of sync at step 4" in watched.said[0]
-    assert START in watched.said[0] and "not synced" in watched.said[0]
-    report = sync_report(watched.trainer, watched.output)
-    assert report.sides[0].gaps[START] < 1e-5
-    assert report.sides[1].gaps[WEIGHTS] < 1e-5
-
-
-def test_the_reference_is_no_start_where_it_is_another_model_or_moves(watched: SimpleNamespace) -> None:
-    watched.output["sampling_per_token_logps"] = watched.start
-    assert START in sync_report(watched.trainer, watched.output).sides[0].gaps
-    session = watched.trainer._klamp
+    (text,) = watched.said
+    assert "out of sync at step 4" in text and START in text and "not synced" in text
+    sampler, trainer = sync_report(watched.trainer, watched.output).sides
+    assert sampler.gaps[START] < 1e-5 and trainer.gaps[WEIGHTS] < 1e-5
+    session = watched.trainer._klamp  # of a reference that is another model, or that moves
     watched.trainer._klamp = replace(session, reference=session.reference._replace(is_start=False))
     assert START not in sync_report(watched.trainer, watched.output).sides[0].gaps
 
@@ -158,22 +126,12 @@ def test_a_run_whose_engine_is_never_synced_warns(tmp_path: Path, monkeypatch: p
         return output | {"old_per_token_logps": own, "sampling_per_token_logps": stale}
 
     monkeypatch.setattr(trl.GRPOTrainer, "_generate_and_score_completions", told)
-    trainer = klamp_trainer(model(), tmp_path, beta=0.1, max_steps=3, learning_rate=3e-2)
     with pytest.warns(KLWarning, match=r"Sampler and trainer are out of sync at step [23]: .*weights of the start"):
-        trainer.train()
+        trained(model(), tmp_path, beta=0.1, max_steps=3, learning_rate=3e-2)
 
 
-LOGGED: dict[str, Any] = {
-    "beta": 0.2,
-    "kl_clip_method": "hard",
-    "kl_clip_threshold": 0.01,
-    "kl_max_log_ratio": 5.0,
-    "gradient_accumulation_steps": 2,
-    "eval_strategy": "steps",
-    "eval_steps": 1,
-    "per_device_eval_batch_size": 2,
-    "trainer": {"eval_dataset": dataset().select(range(4))},
-}
+COMMON = {"beta": 0.2, "gradient_accumulation_steps": 2, "trainer": {"eval_dataset": dataset().select(range(4))}}
+COMMON |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
 EXPECTED = {
     *("beta", "beta/price", "kl/after_clip", "kl/before_clip", "kl/budget", "kl/exact", "kl/k1", "kl/k3"),
     *("kl/k3_sequence", "kl/log_ratio_clamped", "kl/log_ratio_max", "kl/log_ratio_p99", "kl/over_budget"),
@@ -182,30 +140,26 @@ EXPECTED = {
 
 
 def test_every_name_that_klamp_adds_to_trls_log_is_in_the_table(tmp_path: Path) -> None:
-    """Those that a stock run of the same kind does not have, whatever is switched on."""
-    more = {"kl_off_policy": "token", "kl_max_weight": 2.0}
-    options = {name: value for name, value in LOGGED.items() if not name.startswith("kl_")}
+    ours = {"kl_clip_method": "hard", "kl_clip_threshold": 0.01, "kl_max_log_ratio": 5.0}
+    ours |= {"kl_off_policy": "token", "kl_max_weight": 2.0}
     base = saved(model(), tmp_path / "base")  # TRL loads its own reference from there
-    stock = stock_trainer(base, tmp_path, **options)
-    ours = klamp_trainer(base, tmp_path, **LOGGED, **more)
-    for trainer in (stock, ours):
+    pair = (klamp_trainer(base, tmp_path, **COMMON, **ours), stock_trainer(base, tmp_path, **COMMON))
+    for trainer in pair:
         trainer.train()
-    added, own = ({name for row in t.state.log_history for name in row} for t in (ours, stock))
+    added, own = ({name for row in trainer.state.log_history for name in row} for trainer in pair)
     names = {name.removeprefix("eval_") for name in added - own}
     assert names <= METRICS.keys()
     assert names >= EXPECTED | {"kl/weights_truncated", "kl/k3_max"}
     assert added >= EXPECTED | {f"eval_{name}" for name in EXPECTED}
-    assert all(isinstance(row.get(name, 0.0), float) for row in ours.state.log_history for name in added - own)
+    assert all(isinstance(row.get(name, 0.0), float) for row in pair[0].state.log_history for name in added - own)
 
 
 def test_the_numbers_are_those_of_the_whole_step_however_it_is_split(tmp_path: Path) -> None:
-    """Two micro-batches of 4 and one of 8: the same means, percentile and positions."""
     rows = []
+    same = {"beta": 0.2, "max_steps": 1, "kl_monitor": True, "learning_rate": 0.0}
     for size, steps in ((4, 2), (8, 1)):
-        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "learning_rate": 0.0}
-        trainer = klamp_trainer(
-            model(), tmp_path, beta=0.2, max_steps=1, trainer={"ref_model": model(seed=1)}, kl_monitor=True, **options
-        )
+        split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        trainer = klamp_trainer(model(), tmp_path, trainer={"ref_model": model(seed=1)}, **same, **split)
         torch.manual_seed(1)
         trainer.train()
         rows.append(trainer.state.log_history[0])
@@ -217,7 +171,6 @@ def test_the_numbers_are_those_of_the_whole_step_however_it_is_split(tmp_path: P
 
 @pytest.mark.parametrize("scale", ["batch", "group"])
 def test_the_spread_is_what_the_advantages_were_divided_by(tmp_path: Path, scale: str) -> None:
-    """The deviation of all rewards of the step, or the mean of those of its groups."""
     rewards = torch.tensor([0.0, 1.0, 5.0, 9.0])
     reward: Any = {"reward_funcs": lambda completions, **_: rewards.tolist()}
     trainer = klamp_trainer(model(), tmp_path, beta=0.2, kl_estimator="k3", scale_rewards=scale, trainer=reward)

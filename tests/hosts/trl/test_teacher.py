@@ -16,19 +16,15 @@ from tests.hosts.trl.hosts import (
     arguments,
     build,
     dataset,
-    generated,
-    gradient_of,
     klamp_trainer,
     model,
     move,
     noisy,
-    plain_logits,
-    plain_logprobs,
-    rows_of,
     saved,
     stock_trainer,
     tokenizer,
 )
+from tests.hosts.trl.losses import generated, gradient_of, loss_of, plain_logits, plain_logprobs, rows_of, trained
 from tests.training.answering import VLLMServer, answering
 
 from klamp.config import KLConfig
@@ -36,27 +32,30 @@ from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss
 from klamp.core.term import Weighted
-from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError, DataError, ModelError, NonFiniteError, UnknownNameError
-from klamp.trl import GRPOConfig, effective
+from klamp.trl import effective
 
 COEF = 0.6
 REDUCTIONS = {"grpo": "sequence_mean", "dr_grpo": "fixed_length", "dapo": "token_mean"}
-
-
-@pytest.fixture(scope="module")
-def teacher() -> Any:
-    return noisy(model(), size=0.2, seed=9)
 
 
 def made(base: Any, teacher: Any, folder: Path, **options: Any) -> Any:
     given = {"teacher_coef": COEF, "scale_rewards": "none", "max_steps": 4, **options}
     ref = {"ref_model": copy.deepcopy(base)} if given.get("beta") else {}
     extra = {**given.pop("trainer", {}), **ref, **({"teacher_model": copy.deepcopy(teacher)} if teacher else {})}
-    trainer = klamp_trainer(noisy(base), folder, trainer=extra, **given)
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    return trainer
+    return klamp_trainer(noisy(base), folder, trainer=extra, **given)
+
+
+def pull_on(trainer: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """The gradient of the teacher alone: no completion has an advantage."""
+    return gradient_of(trainer, loss_of(trainer, inputs | {"advantages": torch.zeros_like(inputs["advantages"])}))
+
+
+@pytest.fixture(scope="module")
+def stock_inputs(base: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the stock trainer generates, and its advantages without a teacher."""
+    folder = tmp_path_factory.mktemp("stock")
+    return generated(stock_trainer(noisy(base), folder, scale_rewards="none", loss_type="dapo"))
 
 
 def test_a_teacher_of_few_positions_or_of_nan_is_refused_with_what_helps(base: Any, tmp_path: Path) -> None:
@@ -77,15 +76,16 @@ def test_a_teacher_of_few_positions_or_of_nan_is_refused_with_what_helps(base: A
 
 def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], advantages: Any, options: dict[str, Any]):
     """klamp's loss from the models, the completions and the policy that sampled, with none of the adapter's numbers."""
-    beta, fields = options.get("beta", 0.0), ("beta", "sampler_coef", *(name for name in options if name[:3] == "kl_"))
-    kl = KLConfig(**{name: options[name] for name in fields if name in options} | {"beta": beta})
+    fields = {"beta": 0.0, "teacher_model": "given", "teacher_coef": COEF, **options}
+    kl, config = (
+        kind(**{name: value for name, value in fields.items() if name in kind.__dataclass_fields__})
+        for kind in (KLConfig, TeacherConfig)
+    )
     with torch.no_grad():
         ref, taught = (plain_logits(each, inputs) for each in (base, teacher))
     logits = plain_logits(trainer.model, inputs)
     ref, other, own = (plain_logprobs(each, inputs) for each in (ref, taught, logits))
-    config = TeacherConfig(
-        teacher_model="given", teacher_coef=COEF, **{k: v for k, v in options.items() if k.startswith("teacher_")}
-    )
+    sampler = own.detach() if inputs["old_per_token_logps"] is None else inputs["old_per_token_logps"]
     batch = flat_batch(
         policy_logprobs=own,
         mask=inputs["completion_mask"].bool(),
@@ -93,13 +93,13 @@ def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], adva
         ref_logprobs=ref,
         teacher_logprobs=other,
         old_logprobs=inputs["old_per_token_logps"],  # None: the policy itself
-        sampler_logprobs=own.detach() if inputs["old_per_token_logps"] is None else inputs["old_per_token_logps"],
-        teacher_kl=at_prefixes(config, logits, taught, inputs["completion_ids"]),
+        sampler_logprobs=sampler,
+        teacher_kl=at_prefixes(config, logits, taught, inputs["completion_ids"], own.detach() - sampler),
     )
     objective = objective_of(
         reduction=REDUCTIONS[trainer.loss_type],  # type: ignore[arg-type]
         max_length=LENGTH,
-        beta=beta,
+        beta=kl.beta,
         kl=kl.build_term(),
         others=(Weighted(COEF, config.build_term()), *kl.beside()),
     )
@@ -118,32 +118,28 @@ BESIDE: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("place", "kl"),
     [
-        *((place, {"beta": beta}) for place in sorted(HAVE["TRL"]) for beta in (0.0, 0.4)),
+        *((place, {"beta": 0.4}) for place in sorted(HAVE["TRL"])),
+        *((place, {"beta": 0.0}) for place in ("k1", "k1 in the advantage", "exact", "the teacher's head")),
         *(("k1", kl) for kl in BESIDE),
     ],
 )
 def test_the_loss_and_its_gradient_are_klamps_own(
-    base: Any, teacher: Any, tmp_path: Path, place: str, kl: dict[str, Any]
+    base: Any, teacher: Any, stock_inputs: dict[str, Any], tmp_path: Path, place: str, kl: dict[str, Any]
 ) -> None:
     beta, options = kl["beta"], {**KINDS[place], **kl, "loss_type": "dapo"}
     trainer = made(base, teacher, tmp_path, **options)
     assert (trainer.ref_model is None) == (beta == 0)
     inputs = {"old_per_token_logps": None, **generated(trainer)}
-    bare = stock_trainer(noisy(base), tmp_path, scale_rewards="none", loss_type="dapo")
-    before = generated(bare)["advantages"]
-    assert torch.equal(generated(bare)["completion_ids"], inputs["completion_ids"]), "the same completions"
+    assert torch.equal(stock_inputs["completion_ids"], inputs["completion_ids"]), "the same completions"
     metrics = trainer._metrics["train"]
-    for update in (1, 2) if place in SAMPLED else (1,):
-        expected = own_loss(trainer, base, teacher, inputs, before, options)
+    for update in (1, 2) if place in {*SAMPLED, "both heads, weighed"} else (1,):
+        expected = own_loss(trainer, base, teacher, inputs, stock_inputs["advantages"], options)
         exact = gradient_of(trainer, expected.loss)
-        loss = trainer.compute_loss(trainer.model, inputs)
+        loss = loss_of(trainer, inputs)
         assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-6, rel=1e-6), update
         assert (gradient_of(trainer, loss) - exact).abs().max() <= 1e-6 * max(1.0, float(exact.norm())), update
-        for name in (
-            "teacher/k1",
-            "teacher/kl",
-            *(expected.metrics.keys() & {"kl/mix", "kl/teacher_clamped", "sampler/kl"}),
-        ):
+        beside = expected.metrics.keys() & {"kl/mix", "kl/teacher_clamped", "sampler/kl"}
+        for name in ("teacher/k1", "teacher/kl", *beside):
             assert metrics[name][-1] == pytest.approx(float(expected.metrics[name]), rel=1e-4)
         inputs["old_per_token_logps"] = plain_logprobs(plain_logits(trainer.model, inputs), inputs).detach()
         move(trainer.model)
@@ -158,13 +154,13 @@ def test_the_others_of_the_list_are_refused(name: str) -> None:
         arguments(teacher_model="x", **KINDS[name])
 
 
-@pytest.mark.parametrize("loss_type", REDUCTIONS)
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
 def test_it_is_divided_as_the_loss_type_divides(base: Any, teacher: Any, tmp_path: Path, loss_type: str) -> None:
     options = {"teacher_estimator": "k3", "loss_type": loss_type}
     trainer = made(base, teacher, tmp_path, **options)
     inputs = {"old_per_token_logps": None, **generated(trainer)}
     expected = own_loss(trainer, base, teacher, inputs, inputs["advantages"], options)
-    loss = trainer.compute_loss(trainer.model, inputs)
+    loss = loss_of(trainer, inputs)
     torch.testing.assert_close(loss.detach(), expected.loss.detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -174,9 +170,8 @@ def test_its_warm_up_is_in_the_loss(base: Any, teacher: Any, tmp_path: Path, pla
     options: dict[str, Any] = {"teacher_warmup_steps": 4, "teacher_placement": placement, "teacher_estimator": "k1"}
     trainer, gradients = made(base, teacher, tmp_path, **options), []
     inputs = generated(trainer)
-    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
     for trainer.state.global_step in (0, 1, 4):
-        gradients.append(gradient_of(trainer, trainer.compute_loss(trainer.model, inputs)))
+        gradients.append(pull_on(trainer, inputs))
     assert not gradients[0].any() and gradients[2].norm() > 1e-3
     assert_same_gradient(4 * gradients[1], gradients[2])
 
@@ -195,21 +190,17 @@ def test_fast_scoring_has_the_same_numbers(base: Any, teacher: Any, tmp_path: Pa
     mask = theirs["completion_mask"].bool()
     scores = (each["klamp_teacher_logprobs"][mask] for each in (ours, theirs))
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-6)
-    gradients = []
-    for each, inputs in ((fast, ours), (plain, theirs)):
-        inputs["advantages"] = torch.zeros_like(inputs["advantages"])  # what is left is the teacher's pull
-        gradients.append(gradient_of(each, each.compute_loss(each.model, inputs)))
+    gradients = [pull_on(fast, ours), pull_on(plain, theirs)]
     assert float(gradients[1].norm()) > 0
     assert_same_gradient(*gradients)
 
 
 def test_a_teacher_behind_another_prompt_scores_the_same_completions(base: Any, teacher: Any, tmp_path: Path) -> None:
     trainer = made(base, teacher, tmp_path, teacher_prompt="hint")
-    hints = [f"{text} the days are seven" for text in PROMPTS]
-    rows = rows_of(hint=hints)
+    rows = rows_of(hint=[f"{text} the days are seven" for text in PROMPTS])
     inputs = generated(trainer, rows=rows)
     for row, found in enumerate(inputs["klamp_teacher_logprobs"]):
-        ids = trainer.processing_class(rows[row]["hint"])["input_ids"]
+        ids = tokenizer()(rows[row]["hint"])["input_ids"]
         completion = inputs["completion_ids"][row][inputs["completion_mask"][row].bool()]
         whole = torch.cat([torch.tensor(ids), completion])[None]
         with torch.no_grad():
@@ -222,18 +213,15 @@ def test_a_teacher_behind_another_prompt_scores_the_same_completions(base: Any, 
 
 @pytest.mark.parametrize("column", ["", "hint"])
 def test_a_teacher_at_a_server_has_a_local_ones_numbers(base: Any, teacher: Any, tmp_path: Path, column: str) -> None:
-    """The server tells float32 numbers; what it was asked for is what the teacher sees."""
     hints = [f"{text} the days" for text in PROMPTS]
     options: dict[str, Any] = {**KINDS["the teacher's head, forward"], "teacher_prompt": column or None}
     here = made(base, teacher, tmp_path, trainer={"train_dataset": dataset(hint=hints)}, **options)
     server = VLLMServer(teacher, tokenizer(), names=("teacher",), longest=64)
     with answering(server.answer) as url:
         away = made(base, None, tmp_path, trainer={"train_dataset": dataset(hint=hints)}, teacher_url=url, **options)
-        found = [generated(each, rows=rows_of(hint=hints)) for each in (here, away)]
-        losses = [each.compute_loss(each.model, inputs) for each, inputs in zip((here, away), found, strict=True)]
-    torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-5, atol=1e-6)
-    gradients = [gradient_of(each, loss) for each, loss in zip((here, away), losses, strict=True)]
-    assert_same_gradient(gradients[1], gradients[0])
+        losses = [loss_of(each, generated(each, rows=rows_of(hint=hints))) for each in (away, here)]
+    torch.testing.assert_close(*(loss.detach() for loss in losses), rtol=1e-5, atol=1e-6)
+    assert_same_gradient(*(gradient_of(each, loss) for each, loss in zip((away, here), losses, strict=True)))
     assert f"teacher on the server at {url}" in effective(away).terms[0].term
     texts = [each["prompt"] for each in server.asked if isinstance(each["prompt"][0], str)]
     assert texts and ("the days" in texts[0][1]) == bool(column)
@@ -243,7 +231,7 @@ def test_a_teacher_at_a_server_has_a_local_ones_numbers(base: Any, teacher: Any,
 def test_another_teacher_is_noticed_at_a_resume(base: Any, teacher: Any, tmp_path: Path, where: str) -> None:
     """At the same address, or passed as the same argument; with a KL field of the reference or without."""
     server = VLLMServer(teacher, tokenizer(), names=("teacher",), longest=64)
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "teacher_estimator": "k3"}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "teacher_estimator": "k3", "max_steps": 2}
     with answering(server.answer) as url:
         place, model = ({"teacher_url": url}, None) if where == "a server" else ({}, teacher)
         made(base, model, tmp_path, **options | place | {"max_steps": 1}).train()
@@ -269,7 +257,7 @@ def test_a_token_that_the_server_rules_out_is_refused_or_bounded(base: Any, teac
             generated(made(base, None, tmp_path, teacher_url=url))
         bounded = made(base, None, tmp_path, teacher_url=url, teacher_max_log_ratio=5.0)
         inputs = generated(bounded)
-        loss = bounded.compute_loss(bounded.model, inputs)
+        loss = loss_of(bounded, inputs)
     assert (inputs["klamp_teacher_logprobs"] == -torch.inf).any() and bool(loss.isfinite())
     metrics = bounded._metrics["train"]
     assert metrics["teacher/log_ratio_clamped"][0] > 0.8 and metrics["teacher/kl"][0] < 6
@@ -286,55 +274,28 @@ def test_a_server_that_does_not_fit_is_refused_before_a_step(base: Any, teacher:
 def test_an_adapter_is_taught_by_a_model_and_by_the_policy_without_it(base: Any, teacher: Any, tmp_path: Path) -> None:
     """Of a policy with an adapter the hidden states and head are those below it; off, it is the base model."""
     adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_alpha=8)
-    for given in ({"teacher_kind": "adapter_off"}, {}):
-        extra = {} if given else {"teacher_model": copy.deepcopy(teacher)}
+    for taught, given in ((base, {"teacher_kind": "adapter_off"}), (teacher, {})):
+        own = {"peft_config": adapter} | ({} if given else {"teacher_model": copy.deepcopy(teacher)})
         options = {"teacher_coef": COEF, "teacher_estimator": "exact", **given}
-        own = {"peft_config": adapter, **extra}
         trainer = klamp_trainer(copy.deepcopy(base), tmp_path, trainer=own, scale_rewards="none", **options)
-        trainer.current_gradient_accumulation_steps = 1
         inputs = generated(trainer)
+        kl = exact_kl(plain_logits(trainer.model, inputs), plain_logits(taught, inputs)).detach()
+        mean = float(kl[inputs["completion_mask"].bool()].mean())
         inputs["advantages"] = torch.zeros_like(inputs["advantages"])
-        taught = base if given else teacher
-        kl = exact_kl(plain_logits(trainer.model, inputs), plain_logits(taught, inputs).detach())
-        mask = inputs["completion_mask"].bool()
-        loss = trainer.compute_loss(trainer.model, inputs)
-        torch.testing.assert_close(loss.detach(), COEF * kl[mask].mean().detach(), rtol=1e-4, atol=1e-6)
-        found = trainer._metrics["train"]["teacher/kl"][0]
-        assert found == pytest.approx(float(kl.detach()[mask].mean()), rel=1e-4) and found > 0.01
-
-
-def test_a_tail_is_weighed_by_who_sampled(base: Any, teacher: Any, tmp_path: Path) -> None:
-    given = {"teacher_estimator": "topk", "teacher_top_k": 3, "teacher_off_policy": "token"}
-    trainer = made(base, teacher, tmp_path, **given)
-    inputs = generated(trainer)
-    logits, mask = plain_logits(trainer.model, inputs), inputs["completion_mask"].bool()
-    own = plain_logprobs(logits, inputs).detach()
-    inputs["old_per_token_logps"] = own - torch.linspace(-1, 1, mask.shape[1])
-    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
-    p, q = logits.log_softmax(-1), plain_logits(teacher, inputs).detach().log_softmax(-1)
-    ids, token = p.topk(3).indices, inputs["completion_ids"][..., None]
-    outside = ~(ids == token).any(-1)
-    parts = [x.gather(-1, at) for at in (ids, token) for x in (p, q)]
-    weight = own - inputs["old_per_token_logps"]
-    kl = topk_kl(parts[0], parts[1], parts[2][..., 0], parts[3][..., 0], outside, log_weight=weight)
-    loss = trainer.compute_loss(trainer.model, inputs)
-    torch.testing.assert_close(loss.detach(), COEF * kl[mask].mean().detach(), rtol=1e-4, atol=1e-6)
+        assert loss_of(trainer, inputs).item() == pytest.approx(COEF * mean, rel=1e-4, abs=1e-6)
+        assert trainer._metrics["train"]["teacher/kl"] == [pytest.approx(mean, rel=1e-4)] and mean > 0.01
 
 
 def test_a_run_has_a_folder_as_its_teacher_and_needs_no_reward(base: Any, teacher: Any, tmp_path: Path) -> None:
     """Rewards that are all equal have no gradient: what moves the weights is the teacher."""
     options = {"teacher_model": saved(teacher, tmp_path / "teacher"), "teacher_coef": 1.0, "max_steps": 2}
-    trainer = klamp_trainer(copy.deepcopy(base), tmp_path / "run", trainer={"reward_funcs": _nothing}, **options)
-    trainer.train()
+    extra = {"reward_funcs": lambda completions, **_: [0.0] * len(completions)}
+    trainer = trained(base, tmp_path / "run", trainer=extra, **options)
     course = [row["teacher/k1"] for row in trainer.state.log_history if "teacher/k1" in row]
     assert len(course) == 2 and all(course)
     assert not torch.equal(trainer.model.lm_head.weight, base.lm_head.weight)
     told = effective(trainer)
     assert [term.beta for term in told.terms] == [1.0] and str(tmp_path / "teacher") in told.terms[0].term
-
-
-def _nothing(completions: list[str], **_: Any) -> list[float]:
-    return [0.0] * len(completions)
 
 
 @pytest.mark.parametrize(
@@ -352,25 +313,23 @@ def test_what_trl_cannot_do_is_refused_before_a_model_is_loaded(options: dict[st
 
 
 def test_a_teacher_that_does_not_fit_is_refused(base: Any, teacher: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="have no teacher"):
-        klamp_trainer(copy.deepcopy(base), tmp_path, trainer={"teacher_model": teacher})
-    with pytest.raises(ConfigError, match="the arguments name one"):
-        klamp_trainer(copy.deepcopy(base), tmp_path, trainer={"teacher_model": teacher}, teacher_model="x")
-    with pytest.raises(ModelError, match="there is no model at this path"):
-        klamp_trainer(copy.deepcopy(base), tmp_path, teacher_model="./no-such-folder")
-    with pytest.raises(ModelError, match="there is no model at this path"):
-        klamp_trainer(copy.deepcopy(base), tmp_path, teacher_model="runs/no-such/checkpoint")
-    with pytest.raises(UnknownNameError, match=r"(?s)unknown field of GRPOConfig.*did you mean 'teacher_coef'"):
-        arguments(teacher_coeff=1.0)
-    with pytest.raises(ConfigError, match="fields of a teacher are set and none is named"):
-        klamp_trainer(copy.deepcopy(base), tmp_path, teacher_coef=1.0)
-    with pytest.raises(ConfigError, match="needs a model with a PEFT adapter"):
-        klamp_trainer(copy.deepcopy(base), tmp_path, teacher_kind="adapter_off")
+    passed: dict[str, Any] = {"trainer": {"teacher_model": teacher}}
+    refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ConfigError, "have no teacher", passed),
+        (ConfigError, "the arguments name one", {**passed, "teacher_model": "x"}),
+        (ModelError, "there is no model at this path", {"teacher_model": "./no-such-folder"}),
+        (ModelError, "there is no model at this path", {"teacher_model": "runs/no-such/checkpoint"}),
+        (UnknownNameError, r"(?s)unknown field of GRPOConfig.*did you mean 'teacher_coef'", {"teacher_coeff": 1.0}),
+        (ConfigError, "fields of a teacher are set and none is named", {"teacher_coef": 1.0}),
+        (ConfigError, "needs a model with a PEFT adapter", {"teacher_kind": "adapter_off"}),
+    ]
+    for kind, words, options in refused:
+        with pytest.raises(kind, match=words):
+            klamp_trainer(copy.deepcopy(base), tmp_path, **options)
     other = model()
     other.resize_token_embeddings(20)
     with pytest.raises(ModelError, match="the teacher has another vocabulary"):
         made(base, other, tmp_path)
-    args = GRPOConfig(output_dir=str(tmp_path), teacher_model="x", use_cpu=True, bf16=False, report_to="none")
-    stock = build(trl.GRPOTrainer, copy.deepcopy(base), args, train_dataset=dataset())
+    stock = build(trl.GRPOTrainer, copy.deepcopy(base), arguments(folder=tmp_path, teacher_model="x"))
     with pytest.raises(ConfigError, match="the trainer is not klamp's"):
         stock.train()

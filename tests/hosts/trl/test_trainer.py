@@ -8,37 +8,25 @@ from typing import Any
 import pytest
 import torch
 import trl
-from tests.hosts.trl.hosts import (
-    LORA,
-    arguments,
-    build,
-    generated,
-    klamp_trainer,
-    model,
-    plain_logits,
-    run,
-    saved,
-    stock_trainer,
-    with_kl,
-)
+from tests.hosts.trl.hosts import LORA, arguments, build, klamp_trainer, model, saved, stock_trainer
+from tests.hosts.trl.losses import generated, loss_of, plain_logits, run, trained, with_kl
 
 from klamp.config import KLConfig
 from klamp.core.estimators import exact_kl
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.trl.reference import exact_rows, why_not_exact
-from klamp.trl import GRPOConfig, GRPOTrainer, attach, effective
+from klamp.trl import GRPOTrainer, attach, effective
 
+TRUNCATED = {"mask_truncated_completions": True, "max_completion_length": 24}
 RUNS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "two iterations": {"num_iterations": 2, "gradient_accumulation_steps": 2, "loss_type": "dapo"},
     "four steps per generation": {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "loss_type": "luspo"},
     "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
-    "checkpointing": {"gradient_checkpointing": True},
-    "truncation mask": {"mask_truncated_completions": True, "loss_type": "bnpo", "max_completion_length": 24},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 10},
+    "checkpointing, truncation mask": {"gradient_checkpointing": True, "loss_type": "bnpo", **TRUNCATED},
     "adapter": {"trainer": LORA, "num_iterations": 2},
-    "llama, no KL": {"beta": 0.0, "kind": "llama"},
+    "llama, no KL, evaluation": {"beta": 0.0, "kind": "llama", "eval_strategy": "steps", "eval_steps": 2},
 }
 
 
@@ -54,13 +42,12 @@ def test_untouched_a_run_is_that_of_the_stock_class(name: str, tmp_path: Path) -
     assert any(not torch.equal(a, b) for a, b in zip(ours.model.parameters(), base.parameters(), strict=False))
     for (title, a), b in zip(stock.model.named_parameters(), ours.model.parameters(), strict=True):
         assert torch.equal(a, b), title
-    rows = zip(ours.state.log_history, stock.state.log_history, strict=True)
-    logged = [{k: v for k, v in row.items() if k in other} for row, other in rows]
-    assert [row.get("kl") for row in logged] == [row.get("kl") for row in stock.state.log_history]
+    for row, other in zip(ours.state.log_history, stock.state.log_history, strict=True):
+        assert [row.get(key) for key in ("kl", "eval_loss")] == [other.get(key) for key in ("kl", "eval_loss")]
 
 
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
-@pytest.mark.parametrize("name", ["accumulation", "moving reference", "adapter", "two iterations"])
+@pytest.mark.parametrize("name", ["moving reference", "adapter", "two iterations"])
 def test_k3_with_its_own_gradient_trains_like_trl_without_bias_correction(name: str, tmp_path: Path) -> None:
     options = RUNS[name] | {"use_bias_correction_kl": False, "optim": "sgd"}
     base = model()
@@ -74,26 +61,13 @@ def test_k3_with_its_own_gradient_trains_like_trl_without_bias_correction(name: 
 
 def test_the_usage_of_the_clipping_notes_runs_as_printed(tmp_path: Path) -> None:
     with pytest.warns(KLWarning, match="beta is 0"):
-        training_args = arguments(GRPOConfig, tmp_path, kl_clip_method="hard", kl_clip_threshold=0.5)
-    trainer = build(GRPOTrainer, model(), training_args)
-    trainer.train()
+        trainer = trained(model(), tmp_path, kl_clip_method="hard", kl_clip_threshold=0.5)
     assert trainer.ref_model is None
-    args = arguments(
-        GRPOConfig,
-        tmp_path,
-        temperature=1.0,
-        learning_rate=5e-6,
-        beta=0.001,
-        kl_clip_method="soft",
-        kl_clip_threshold=0.5,
-        use_per_token_kl_threshold=True,
-    )
-    trainer = build(GRPOTrainer, model(), args)
-    trainer.train()
-    assert {"kl/budget", "kl/k3", "beta"} <= trainer.state.log_history[0].keys()
-    assert trainer.state.log_history[0]["kl/budget"] == pytest.approx(
-        0.5 * trainer.state.log_history[0]["kl/reference_length"]
-    )
+    options = {"temperature": 1.0, "learning_rate": 5e-6, "beta": 0.001, "use_per_token_kl_threshold": True}
+    trainer = trained(model(), tmp_path, kl_clip_method="soft", kl_clip_threshold=0.5, **options)
+    row = trainer.state.log_history[0]
+    assert {"kl/budget", "kl/k3", "beta"} <= row.keys()
+    assert row["kl/budget"] == pytest.approx(0.5 * row["kl/reference_length"])
 
 
 def test_a_stock_configuration_or_none_is_taken(tmp_path: Path) -> None:
@@ -103,7 +77,7 @@ def test_a_stock_configuration_or_none_is_taken(tmp_path: Path) -> None:
 
 
 def test_effective_reads_the_trainer_not_the_wish(tmp_path: Path) -> None:
-    stock = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
+    stock = stock_trainer(model(), tmp_path)
     assert effective(stock).terms == () and effective(stock).reference == "none: beta is 0"
     trainer = klamp_trainer(model(), tmp_path, beta=0.1, importance_sampling_level="sequence", loss_type="bnpo")
     found = effective(trainer)
@@ -123,22 +97,18 @@ def test_effective_reads_the_trainer_not_the_wish(tmp_path: Path) -> None:
     assert effective(trainer).terms[0].clip.endswith("length (the data's column, or measured at the start)")
 
 
-def test_what_is_no_trainer_is_refused_in_words() -> None:
+def test_what_is_no_trainer_or_no_configuration_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^effective takes a trl\.GRPOTrainer") as caught:
         effective(trl.GRPOTrainer)
     assert caught.value.got and caught.value.why and caught.value.fix
-
-
-def test_attach_refuses_what_is_no_configuration(tmp_path: Path) -> None:
-    stock = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
     with pytest.raises(ConfigError, match=r"kl must be a KLConfig[\s\S]*KLConfig\(\*\*kl\)"):
-        attach(stock, {"beta": 0.1})  # pyright: ignore[reportArgumentType]
+        attach(stock_trainer(model(), tmp_path), {"beta": 0.1})  # pyright: ignore[reportArgumentType]
 
 
 def test_the_page_shows_what_effective_prints(tmp_path: Path) -> None:
-    given = {"loss_type": "dapo", "num_generations": 8, "per_device_train_batch_size": 8}
-    given |= {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
-    lines = str(effective(klamp_trainer(model(), tmp_path, beta=0.02, **given))).splitlines()
+    given = {"loss_type": "dapo", "kl_clip_method": "hard", "kl_clip_threshold": 0.1, "num_generations": 8}
+    trainer = klamp_trainer(model(), tmp_path, beta=0.02, per_device_train_batch_size=8, **given)
+    lines = str(effective(trainer)).splitlines()
     page = (Path(__file__).resolve().parents[3] / "docs" / "trl.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"```text\n(.*?)```", page, re.S)
     assert [line for line in shown.splitlines() if line not in ("...", *lines)] == []
@@ -149,23 +119,21 @@ def test_the_price_of_beta_is_the_one_that_is_logged(tmp_path: Path) -> None:
     (term,) = effective(trainer).terms
     assert term.price == "0.2 reward per nat of a whole completion = beta 0.1 x 2 (the mean of 2 holds the own reward)"
     trainer.train()
-    logged = {row["beta/price"] for row in trainer.state.log_history if "beta/price" in row}
-    assert logged == {0.2}
+    assert {row["beta/price"] for row in trainer.state.log_history if "beta/price" in row} == {0.2}
 
 
 @pytest.mark.parametrize(
-    ("options", "price"),
+    ("name", "value", "price"),
     [
-        ({"scale_rewards": "batch"}, "0.2 x the standard deviation of the batch's rewards per nat"),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, "unknown: each reward function is divided"),
+        ("scale_rewards", "batch", "0.2 x the standard deviation of the batch's rewards per nat"),
+        ("multi_objective_aggregation", "normalize_then_sum", "unknown: each reward function is divided"),
     ],
 )
-def test_the_price_of_trls_own_beta_or_why_it_is_unknown(tmp_path: Path, options: dict[str, str], price: str) -> None:
-    trainer = build(trl.GRPOTrainer, model(), arguments(trl.GRPOConfig, tmp_path))
+def test_the_price_of_trls_own_beta_or_why_it_is_unknown(tmp_path: Path, name: str, value: str, price: str) -> None:
+    trainer = stock_trainer(model(), tmp_path)
     trainer.beta = 0.1
-    for name, value in options.items():
-        setattr(trainer.args, name, value)
-        setattr(trainer, name, value)
+    for owner in (trainer, trainer.args):
+        setattr(owner, name, value)
     (term,) = effective(trainer).terms
     assert term.price.startswith(price)
 
@@ -184,7 +152,7 @@ def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, b
     inputs = generated(trainer)
     assert [kept is None for kept in inputs["klamp_ref_hidden"]] == [False, True, False, True]  # one of each group
     trainer._metrics["train"].clear()
-    trainer.compute_loss(trainer.model, inputs)
+    loss_of(trainer, inputs)
     with torch.no_grad():
         exact = exact_kl(plain_logits(trainer.model, inputs), plain_logits(base, inputs))[::2]
     mask = inputs["completion_mask"][::2]
@@ -194,10 +162,7 @@ def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, b
 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
-    [
-        ("_never_exact", "for its own reasons", "for its own reasons"),
-        ("is_fsdp_enabled", True, "spread over processes"),
-    ],
+    [("_never_exact", "own reasons", "own reasons"), ("is_fsdp_enabled", True, "spread over processes")],
 )
 def test_what_stops_it(trainer: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object, reason: str) -> None:
     exact = KLConfig(beta=0.4, kl_estimator="exact")
