@@ -1,7 +1,6 @@
 """klamp's options in a host's arguments: all of them, none set by itself, each with its help."""
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +87,12 @@ def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
     assert texts["kl_horizon"].endswith("also the effect of a token on the KL of later tokens.")
 
 
+@pytest.mark.filterwarnings("error")
 def test_fields_without_a_beta_are_warned_of_and_a_monitor_is_not() -> None:
     with pytest.warns(KLWarning, match="beta is 0 .* no KL term and no reference"):
         warn_without_kl(KLConfig(beta=0.0, kl_estimator="k1"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_without_kl(KLConfig(beta=0.0, kl_monitor=True))
-        warn_without_kl(KLConfig(beta=0.1))
+    warn_without_kl(KLConfig(beta=0.0, kl_monitor=True))
+    warn_without_kl(KLConfig(beta=0.1))
 
 
 def test_a_teacher_is_the_one_that_is_named_else_the_model_that_is_passed() -> None:
