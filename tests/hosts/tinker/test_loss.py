@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -103,60 +102,50 @@ def test_a_clip_needs_whole_groups_and_a_reference_length():
     assert metrics["kl/budget"] == pytest.approx(0.1 * 5)
 
 
+CLIP = {"kl_clip_method": "hard", "kl_clip_threshold": 0.5, "use_per_token_kl_threshold": False}
 CONFIGURATIONS = {
     "kl_coef": {"kl_coef": 0.3},
     "sequence": {"kl": KLConfig(beta=0.3, kl_horizon="sequence", kl_off_policy="sequence")},
-    "clip": {
-        "kl": KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.5, use_per_token_kl_threshold=False),
-        "group_size": 2,
-        "loss": LossConfig(loss_type="grpo"),
-    },
+    "clip": {"kl": KLConfig(beta=0.3, **CLIP), "group_size": 2, "loss": LossConfig(loss_type="grpo")},
     "advantage": {"kl": KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")},
 }
 
 
+@pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_gradient_over_the_wire_is_that_of_autograd(trainer, reference, standin, name):
     data, options = datums(reference), CONFIGURATIONS[name]
     move(trainer, data)
-    with warnings.catch_warnings():
-        for kind in (FutureWarning, DeprecationWarning):
-            warnings.simplefilter("error", kind)
-        result = forward_backward_kl(trainer, data, **options).result()
-    found = over_the_wire(standin)
+    result = forward_backward_kl(trainer, data, **options).result()
     value, expected = by_autograd(standin, data, functools.partial(compute_grpo_kl_loss, **options))
-    assert_same_gradient(found, expected)
+    assert_same_gradient(over_the_wire(standin), expected)
     assert result.metrics["train/loss"] == pytest.approx(value, abs=1e-6)
     assert result.metrics["kl/k3"] > 1e-3
 
 
 def test_bad_data_is_refused_before_anything_is_sent(trainer, reference, standin):
-    data = datums(reference)
-    requests = standin.requests.total()
-    broken = datums(reference)
+    broken, asked = datums(reference), standin.requests["forward_backward"]
     del broken[2].loss_fn_inputs["ref_logprobs"]
-    asked = standin.requests["forward_backward"]
     with pytest.raises(DataError, match="datum 2 has no 'ref_logprobs'"):
         forward_backward_kl(trainer, broken, 0.3)
     broken[2].loss_fn_inputs["ref_logprobs"] = tinker.TensorData.from_torch(torch.full((5,), math.nan))
     with pytest.raises(NonFiniteError, match="datum 2: ref_logprobs"):
         forward_backward_kl(trainer, broken, 0.3)
     assert standin.requests["forward_backward"] == asked
-    assert requests > 0
-    assert forward_backward_kl(trainer, data, 0.3).result().metrics["train/denominator"] == 10
 
 
 def test_nan_from_the_service_ends_the_step_and_names_the_datum(trainer, reference, standin):
-    data = datums(reference)
     standin.inject(Fault(kind="nan", route="forward_backward"))
     with pytest.raises(NonFiniteError, match="datum 0: the policy's row"):
-        forward_backward_kl(trainer, data, 0.3).result()
+        forward_backward_kl(trainer, datums(reference), 0.3).result()
     assert all(tensor.grad is None for tensor in standin.weights().values())
 
 
 def test_a_client_that_nobody_has_awaited_is_waited_for(service, standin, reference):
     pending = service.create_lora_training_client(base_model=standin.base_model, rank=4)
+    asked = standin.requests["forward_backward"]
     assert forward_backward_kl(pending, datums(reference), 0.3).result().metrics["train/denominator"] == 10
+    assert standin.requests["forward_backward"] > asked
 
 
 IN_REWARD = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
@@ -203,10 +192,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_length": 1.5}, "max_length must be a whole number"),
     ({"totals": (4, 40, 40)}, "totals must be a Totals"),
     ({"kl": KLConfig(beta=0.1, kl_estimator="exact")}, "kl_estimator='exact' cannot be honoured by Tinker"),
-    (
-        {"loss": LossConfig(rollout_rs="seq_max_exact", rollout_rs_threshold=0.1)},
-        "rollout_rs='seq_max_exact' cannot be",
-    ),
+    ({"loss": LossConfig(rollout_rs="seq_max_exact", rollout_rs_threshold=0.1)}, "rollout_rs='seq_max_exact' cannot"),
     ({"kl": KLConfig(beta=0.1, **IN_REWARD), "loss": LossConfig(scale_rewards="std")}, "the KL in the reward cannot"),
     ({"kl": KLConfig(kl_normalizer="sequence_mean"), "normalizer": "token_sum"}, "normalizer='token_sum' cannot be"),
 ]
@@ -218,6 +204,9 @@ def test_a_bad_argument_is_refused_in_words(arguments: dict[str, Any], words: st
     with pytest.raises(ConfigError, match=f"^{words}") as caught:
         LossCall(**arguments)
     assert caught.value.why and caught.value.fix
+
+
+def test_an_unknown_normalizer_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="token_sum"):
         LossCall(normalizer="token_sun")  # type: ignore[arg-type]
 
