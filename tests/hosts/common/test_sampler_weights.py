@@ -23,8 +23,7 @@ TEMPERATURE = 0.7
 def model(seed: int = 0, *, tied: bool = True) -> Any:
     torch.manual_seed(seed)
     sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    config = LlamaConfig(**sizes, **heads, initializer_range=0.4, tie_word_embeddings=tied)
+    config = LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.4, tie_word_embeddings=tied)
     return LlamaForCausalLM(config).eval()
 
 
@@ -64,8 +63,7 @@ def checked(made: Any, sampler: Any, **options: Any) -> sync.SyncReport:
 
 def test_a_sampler_with_the_weights_of_the_model_is_in_sync(made: Any) -> None:
     report = checked(made, told(made), trainer_logprobs=told(made), start=model(3))
-    assert report.in_sync
-    assert report.tokens == 8
+    assert (report.in_sync, report.tokens) == (True, 8)
     assert [side.side for side in report.sides] == ["sampler", "trainer"]
     assert all(side.gaps[sync.WEIGHTS] < 1e-6 for side in report.sides)
     assert "the sampler has the weights' log-probabilities" in str(report)
@@ -84,14 +82,13 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def found(side: str, made: Any, wrong: Any, **options: Any) -> sync.Reported:
     """The side that reports something wrong, where the other one is right."""
-    right = told(made)
-    report = checked(made, wrong, trainer_logprobs=right, **options)
-    if side == "trainer":
-        report = checked(made, right, trainer_logprobs=wrong, **options)
+    sampler, trainer = (wrong, told(made)) if side == "sampler" else (told(made), wrong)
+    report = checked(made, sampler, trainer_logprobs=trainer, **options)
     assert not report.in_sync
-    sides = {each.side: each for each in report.sides}
-    assert sides[{"sampler": "trainer", "trainer": "sampler"}[side]].is_right
-    return sides[side]
+    (other,) = (each for each in report.sides if each.side != side)
+    (of_side,) = (each for each in report.sides if each.side == side)
+    assert other.is_right
+    return of_side
 
 
 @pytest.mark.parametrize("side", ["sampler", "trainer"])
