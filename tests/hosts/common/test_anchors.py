@@ -22,6 +22,9 @@ def test_why_the_kl_is_not_zero_at_the_start() -> None:
     assert likely_reasons(dropping.eval(), plain, adapter=True) == []
     assert "torch.float64" in likely_reasons(plain, nn.Linear(2, 2).double(), adapter=False)[0]
     assert "adapter that is not zero" in likely_reasons(plain, None, adapter=True)[0]
+    other = nn.Linear(2, 2)
+    assert "loaded from a path" in likely_reasons(plain, other, adapter=False)[0]
+    assert likely_reasons(plain, other, adapter=False, loaded=False) == likely_reasons(plain, other, adapter=True) == []
 
 
 def test_dropout_that_a_layer_keeps_as_a_number_is_named() -> None:
@@ -32,13 +35,6 @@ def test_dropout_that_a_layer_keeps_as_a_number_is_named() -> None:
     for dropout in active_dropouts(policy):
         setattr(dropout.holder, dropout.name, 0.0)
     assert (policy.model.layers[0].self_attn.attention_dropout, likely_reasons(policy, None, adapter=False)) == (0, [])
-
-
-def test_weights_are_suspected_only_where_they_were_loaded() -> None:
-    policy, reference = nn.Linear(2, 2), nn.Linear(2, 2)
-    assert "loaded from a path" in likely_reasons(policy, reference, adapter=False)[0]
-    assert likely_reasons(policy, reference, adapter=False, loaded=False) == []
-    assert likely_reasons(policy, reference, adapter=True) == []
 
 
 def tokenizer(*tokens: str, end: str = "<eos>") -> Any:
@@ -60,11 +56,6 @@ def test_a_row_without_its_prompt_names_the_columns_that_there_are() -> None:
     error = no_prompt("hint", ["prompt", "answer"])
     assert "no 'hint' for the teacher" in str(error) and error.got == "the columns answer, prompt"
     assert no_prompt("hint", []).got == "the columns none"
-
-
-@pytest.mark.filterwarnings("error")
-def test_the_same_tokens_are_taken_in_silence() -> None:
-    check_tokens(tokenizer("a", "b", "<eos>", "more"), tokenizer("a", "b", "<eos>"), name="T")
 
 
 def test_other_ids_are_refused_by_the_first_of_them() -> None:
@@ -89,8 +80,9 @@ def chat(mark: str) -> Any:
 
 
 @pytest.mark.filterwarnings("error")
-def test_another_chat_template_of_a_teacher_is_cautioned_and_a_reference_s_is_not() -> None:
+def test_another_chat_template_of_a_teacher_is_cautioned_and_the_same_tokens_are_taken_in_silence() -> None:
     with pytest.warns(KLWarning, match="The chat templates .* '#Q.* policy and '@Q.* For T: use a teacher"):
         check_tokens(chat("@"), chat("#"), name="T")
     check_tokens(chat("@"), chat("#"), name="T", who="reference")
     check_tokens(chat("#"), chat("#"), name="T")
+    check_tokens(tokenizer("a", "b", "<eos>", "more"), tokenizer("a", "b", "<eos>"), name="T")

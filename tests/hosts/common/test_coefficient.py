@@ -63,8 +63,7 @@ def test_the_kl_is_divided_by_the_tokens_that_carry_it() -> None:
     policy = torch.full((2, 3), -1.0)
     carried = torch.tensor([[False, True, True], [False, True, True]])
     batch = batch_of(inputs(klamp_kl_mask=carried), policy)
-    one = gated_penalty(batch_of(inputs(), policy), KLTerm(value="k1"))[0, 1]
-    assert one == pytest.approx(0.5)
+    assert gated_penalty(batch_of(inputs(), policy), KLTerm(value="k1"))[0, 1] == pytest.approx(0.5)
     by_part = gated_penalty(batch, KLTerm(value="k1"))  # 5 tokens, of which 3 carry
     assert torch.allclose(by_part, torch.tensor([[0, 5 / 6, 5 / 6], [0, 5 / 6, 0]]))
     scaled = gated_penalty(batch, KLTerm(value="k1"), torch.tensor([3.0, 2.0]))

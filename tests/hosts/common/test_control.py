@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -164,18 +165,18 @@ def rates_after_resume(rate: float) -> list[float]:
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 - count / 10)
 
-    begun, again, found = made(1.0), made(rate), []
-    for _ in range(4):
-        begun.optimizer.step()
-        begun.step()
+    def rates(schedule: Any, steps: int) -> Iterator[float]:
+        for _ in range(steps):
+            yield schedule.optimizer.param_groups[0]["lr"]
+            schedule.optimizer.step()
+            schedule.step()
+
+    begun, again = made(1.0), made(rate)
+    assert list(rates(begun, 4)) == [1 - count / 10 for count in range(4)]
     again.load_state_dict(begun.state_dict() | {"lr_lambdas": [None]})
     again.optimizer.load_state_dict(begun.optimizer.state_dict())
     go_on_from(again, begun.last_epoch, rate)
-    for _ in range(6):
-        found.append(again.optimizer.param_groups[0]["lr"])
-        again.optimizer.step()
-        again.step()
-    return found
+    return list(rates(again, 6))
 
 
 def test_a_schedule_goes_on_by_its_own_plan_at_the_rate_that_is_asked_for() -> None:
@@ -183,7 +184,9 @@ def test_a_schedule_goes_on_by_its_own_plan_at_the_rate_that_is_asked_for() -> N
     assert rates_after_resume(0.1) == pytest.approx([0.06, 0.05, 0.04, 0.03, 0.02, 0.01])
 
 
-def test_beta_is_logged_with_its_price() -> None:
+def test_beta_is_logged_with_its_price_by_the_mean_spread_of_groups_that_are_not_saturated() -> None:
+    assert mean_spread(torch.tensor([[1.0, 1.0], [0.0, 2.0]])) == pytest.approx(math.sqrt(2))
+    assert mean_spread(torch.ones(2, 3)) is None
     assert beta_metrics(Price(beta=0.06, length_ratio=2.0), None) == {"beta": 0.06, "beta/price": 0.12}
     scaled = Price(beta=0.06, scaled=True)
     assert beta_metrics(scaled, 0.5) == {"beta": 0.06, "beta/price": 0.03}
@@ -256,8 +259,3 @@ def test_a_controller_lands_there_once() -> None:
     for each in (control, again):
         each.update(0.1, METRICS, 100 * GROUPS)
     assert control.beta(0, 1) == again.beta(0, 1) < 1.2 * landing
-
-
-def test_the_mean_spread_leaves_saturated_groups_out() -> None:
-    assert mean_spread(torch.tensor([[1.0, 1.0], [0.0, 2.0]])) == pytest.approx(math.sqrt(2))
-    assert mean_spread(torch.ones(2, 3)) is None

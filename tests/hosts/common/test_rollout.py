@@ -27,9 +27,11 @@ REWARD: dict[str, Any] = {"kl_estimator": "k1", "kl_placement": "reward", "kl_ho
 CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.05}
 
 
-def batch_tensors(*, apart: float = 0.5) -> tuple[dict[str, Tensor], Tensor]:
-    """Two groups of four completions, and the policy's log-probabilities before the first update."""
-    generator = torch.Generator().manual_seed(3)
+def generation(
+    accelerator: Any = None, *, processes: int = 1, exact: Tensor | None = None, apart: float = 0.5, **changes: Any
+) -> Generation:
+    """This process's share of two groups of four completions; `apart`: the largest log-ratio to the reference."""
+    generator, accelerator, size = torch.Generator().manual_seed(3), accelerator or Alone(), ROWS // processes
     old = -torch.rand(ROWS, LENGTH, generator=generator) - 0.1
     inputs = {
         "completion_ids": torch.randint(3, 20, (ROWS, LENGTH), generator=generator),
@@ -37,16 +39,6 @@ def batch_tensors(*, apart: float = 0.5) -> tuple[dict[str, Tensor], Tensor]:
         "advantages": torch.randn(ROWS, generator=generator),
         "ref_per_token_logps": old - apart * torch.rand(ROWS, LENGTH, generator=generator),
     }
-    return inputs, old
-
-
-def generation(
-    accelerator: Any = None, *, processes: int = 1, exact: Tensor | None = None, apart: float = 0.5, **changes: Any
-) -> Generation:
-    """This process's share of the batch; 0.5: how far policy and reference are apart at most."""
-    inputs, old = batch_tensors(apart=apart)
-    accelerator = accelerator or Alone()
-    size = ROWS // processes
     mine = slice(accelerator.process_index * size, (accelerator.process_index + 1) * size)
     given = {"rows": [{}] * size, "lengths": inputs["completion_mask"].sum(-1)[mine], "group_size": GROUP, **changes}
     return Generation(
@@ -64,11 +56,12 @@ def test_a_gate_is_that_of_the_whole_batch_at_once(level: Any, value: Any, proce
     """With four processes each holds half a group."""
     exact = torch.arange(1.0, 41.0).view(ROWS, LENGTH) if value == "exact" else None
     term = KLTerm(value=value, clip_method="hard", clip_threshold=0.1, clip_level=level)
-    found = in_processes(
-        processes, lambda member: gate_over_processes(generation(member, processes=processes, exact=exact), term)
-    )
+
+    def gate(member: Any) -> Tensor:
+        return gate_over_processes(generation(member, processes=processes, exact=exact), term)
+
     whole = replace(generation(exact=exact).batch(), group_size=GROUP)
-    torch.testing.assert_close(torch.cat(found), sequence_gate_kl(measure(whole, term)))
+    torch.testing.assert_close(torch.cat(in_processes(processes, gate)), sequence_gate_kl(measure(whole, term)))
 
 
 MASK = torch.tensor([[True, True, True], [True, True, False]])
@@ -205,8 +198,7 @@ def test_exclusions_are_settled_before_the_gate() -> None:
 def carried(texts: list[str], *names: int | str) -> list[str]:
     """Per completion, the characters that carry the KL."""
     ids = torch.tensor([TOKENIZER.convert_tokens_to_ids(list(text)) for text in texts])
-    mask = torch.ones(ids.shape, dtype=torch.bool)
-    kept = rollout.kl_tokens(ids, mask, excluded_ids(names, TOKENIZER))
+    kept = rollout.kl_tokens(ids, torch.ones_like(ids).bool(), excluded_ids(names, TOKENIZER))
     return ["".join(c for c, k in zip(text, row, strict=True) if k) for text, row in zip(texts, kept, strict=True)]
 
 

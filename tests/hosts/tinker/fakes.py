@@ -45,9 +45,8 @@ def fake_batch(sizes=((3, 4), (3, 2), (2, 5), (2, 1)), *, seed=0):
     return list(data), list(policies)
 
 
-def column(data, name, *, boolean=False):
-    rows = pad_sequence([datum.loss_fn_inputs[name] for datum in data], batch_first=True)
-    return rows != 0 if boolean else rows
+def column(data, name):
+    return pad_sequence([datum.loss_fn_inputs[name] for datum in data], batch_first=True)
 
 
 def slopes(loss, policies):

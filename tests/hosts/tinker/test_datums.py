@@ -119,8 +119,7 @@ def test_rows_are_padded_on_the_right_and_count_nothing_there() -> None:
 
 def test_without_a_mask_every_position_counts_that_says_something() -> None:
     says_little = {"advantages": torch.tensor([0.0, 0.0, 2.0]), "logprobs": torch.zeros(3), "ref_logprobs": None}
-    given = read_rows([datum(mask=None, **says_little)])
-    assert given.mask.tolist() == [[False, False, True]]
+    assert read_rows([datum(mask=None, **says_little)]).mask.tolist() == [[False, False, True]]
     assert read_rows([datum(mask=None)], reference=True).mask.tolist() == [[False, True, True]]
 
 

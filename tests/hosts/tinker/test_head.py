@@ -15,17 +15,11 @@ from tests.hosts.tinker.wire import ADVANTAGES, PROMPTS, RESPONSES, datums, move
 from tests.standin import ready
 
 from klamp import TeacherConfig, topk_kl
+from klamp import tinker as door
 from klamp.core.objective import grpo_loss
 from klamp.core.term import Weighted
 from klamp.errors import DataError, ModelError, NonFiniteError, ShapeError
-from klamp.tinker import (
-    build_datum,
-    compute_grpo_kl_loss,
-    compute_teacher_head,
-    count_tokens,
-    forward_backward_kl,
-    strip_for_builtin,
-)
+from klamp.tinker import build_datum, compute_grpo_kl_loss, compute_teacher_head, forward_backward_kl
 from klamp_standin.model import LoraShape, Weights
 
 SEEN = [[1, 2, 3], [4, 5], [6]]
@@ -95,12 +89,15 @@ PLACES = [[(7, -0.5), (8, -1.5), (10, -2.0)], [(11, -0.25), (-1, 0.0), (11, -0.2
 
 def test_a_datum_holds_the_head_at_the_place_of_its_token():
     inputs = {name: data.to_torch().tolist() for name, data in datum(PLACES).loss_fn_inputs.items()}
-    assert inputs["target_tokens"] == [2, 3, 10, 11]
-    assert inputs["teacher_logprobs"] == [0, 0, -2.0, -0.25]
+    assert (inputs["target_tokens"], inputs["teacher_logprobs"]) == ([2, 3, 10, 11], [0, 0, -2.0, -0.25])
     assert inputs["teacher_head_tokens"] == [[-1, -1], [-1, -1], [7, 8], [11, -1]]
     assert inputs["teacher_head_logprobs"] == [[0, 0], [0, 0], [-0.5, -1.5], [-0.25, 0]]
-    assert strip_for_builtin([datum(PLACES)])[0].loss_fn_inputs.keys() == {"target_tokens", "logprobs", "advantages"}
-    assert count_tokens([datum(PLACES)]).tokens == 2
+    assert door.strip_for_builtin([datum(PLACES)])[0].loss_fn_inputs.keys() == {
+        "target_tokens",
+        "logprobs",
+        "advantages",
+    }
+    assert door.count_tokens([datum(PLACES)]).tokens == 2
     alone = datum([[(10, -2.0)], [(11, -0.25)]]).loss_fn_inputs
     assert alone["teacher_logprobs"].to_torch().tolist() == [0, 0, -2.0, -0.25]
 

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import functools
 import math
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -66,11 +67,9 @@ def test_answers_of_another_length_are_refused(count):
         compute(FakeSampler(faults={15: [[-1.0] * count]}))
 
 
-REQUEST = httpx.Request("POST", "http://127.0.0.1/asample")
-
-
 def status(code):
-    return tinker.APIStatusError("status", response=httpx.Response(code, request=REQUEST), body=None)
+    request = httpx.Request("POST", "http://127.0.0.1/asample")
+    return tinker.APIStatusError("status", response=httpx.Response(code, request=request), body=None)
 
 
 @pytest.mark.parametrize("error", [status(503), ValueError("bug")], ids=repr)
@@ -111,23 +110,20 @@ def test_only_the_response_is_scored_where_the_client_can():
     assert client.suffixes == (1, 2, 3, 2)
 
 
-class _Older:
+def test_a_client_of_plain_futures():
     """The form before awaitable futures: a plain concurrent future, and no suffix."""
 
-    def compute_logprobs(self, prompt):
+    def compute_logprobs(prompt):
         future = concurrent.futures.Future()
         future.set_result(score(prompt.to_ints()))
         return future
 
-
-def test_a_client_of_plain_futures():
-    assert compute(_Older()) == expected()
+    assert compute(SimpleNamespace(compute_logprobs=compute_logprobs)) == expected()
 
 
 def test_refusals():
-    words = "must hold one list of token ids per response"
     for prompts in (PROMPTS[:-1], None, 7):
-        with pytest.raises(DataError, match=words) as caught:
+        with pytest.raises(DataError, match="must hold one list of token ids per response") as caught:
             compute(FakeSampler(), prompts)
         assert caught.value.got and caught.value.why and caught.value.fix
     with pytest.raises(DataError, match="sequence 1: the prompt is empty"):

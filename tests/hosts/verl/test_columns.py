@@ -162,9 +162,8 @@ def test_it_drives_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_target_with_few_prompts_is_warned_of(tmp_path: Path) -> None:
-    few = config(tmp_path) | {"data": {"train_batch_size": 4}}
     with pytest.warns(KLWarning, match="target_kl=0.05 may be missed with 4 prompts per step"):
-        Driver(few)
+        Driver(config(tmp_path) | {"data": {"train_batch_size": 4}})
 
 
 def test_the_controller_goes_with_the_checkpoint(tmp_path: Path, trainer: type[Trainer]) -> None:

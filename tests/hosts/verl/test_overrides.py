@@ -106,10 +106,10 @@ def test_the_arguments_of_a_kl(fields: dict, arguments: list[str]) -> None:
     ],
 )
 def test_what_needs_the_whole_batch_goes_through_the_driver(fields: dict, name: str) -> None:
-    found = overrides(KLConfig(beta=0.1, **fields))
-    assert f"{ACTOR}.kl_loss_type='{name}'" in found and f"{ACTOR}.kl_loss_coef=0.1" in found
-    assert f"{ACTOR}.use_kl_loss=True" in found and "algorithm.use_kl_in_reward=False" in found and DRIVEN in found
-    assert ("algorithm.norm_adv_by_std_in_grpo=False" in found) == (fields.get("kl_placement") == "reward")
+    arguments = overrides(KLConfig(beta=0.1, **fields))
+    in_loss = [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.kl_loss_type='{name}'"]
+    assert {*in_loss, "algorithm.use_kl_in_reward=False", DRIVEN} <= set(arguments)
+    assert ("algorithm.norm_adv_by_std_in_grpo=False" in arguments) == (fields.get("kl_placement") == "reward")
 
 
 MODEL = {"teacher_model": "/models/teacher"}
@@ -261,26 +261,17 @@ def test_what_verl_has_of_the_list_is_registered_and_the_rest_refused(kind: str)
     assert refused or names.teacher_name(teacher) in names.named()
 
 
+IN_LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.04, "kl_loss_type": "klamp", "loss_agg_mode": "token-mean"}
+CONTROL = {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1}
+REWARD = {"use_kl_in_reward": False, "kl_penalty": "kl", "kl_ctrl": CONTROL}
 CONFIG: dict[str, Any] = {
     "data": {"train_batch_size": 128},
     "actor_rollout_ref": {
         "model": {"lora_rank": 0},
         "rollout": {"n": 8},
-        "actor": {
-            "use_kl_loss": True,
-            "kl_loss_coef": 0.04,
-            "kl_loss_type": "klamp",
-            "loss_agg_mode": "token-mean",
-            "policy_loss": {"loss_mode": "vanilla"},
-        },
+        "actor": {**IN_LOSS, "policy_loss": {"loss_mode": "vanilla"}},
     },
-    "algorithm": {
-        "adv_estimator": "grpo",
-        "norm_adv_by_std_in_grpo": True,
-        "use_kl_in_reward": False,
-        "kl_penalty": "kl",
-        "kl_ctrl": {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1},
-    },
+    "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": True, **REWARD},
 }
 
 
@@ -322,8 +313,7 @@ def test_the_page_has_the_arguments_and_the_words_of_a_configuration() -> None:
 
 
 def test_a_kl_in_both_places_is_two_terms_each_with_its_own_beta() -> None:
-    control = {"type": "fixed", "kl_coef": 0.3, "horizon": 10000, "target_kl": 0.1}
-    in_loss, in_reward = effective(config_with(use_kl_in_reward=True, kl_ctrl=control)).terms
+    in_loss, in_reward = effective(config_with(use_kl_in_reward=True, kl_ctrl=CONTROL | {"kl_coef": 0.3})).terms
     assert (in_loss.placement, in_loss.beta, in_loss.controller) == ("in the loss", 0.04, "fixed")
     assert (in_reward.placement, in_reward.beta) == ("taken from the reward", 0.3)
     target = "klamp:kl_estimator=k1,kl_horizon=sequence,kl_placement=reward,target_kl=0.1,kl_controller=step"
@@ -381,6 +371,5 @@ def test_what_may_surprise() -> None:
     assert "beta cancels" in notes(use_kl_in_reward=True, use_kl_loss=False)
     assert "beta cancels" not in notes(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False)
     assert "biased" in notes(use_kl_in_reward=True, kl_penalty="low_var_kl")
-    adaptive = {"type": "adaptive", "kl_coef": 0.1, "horizon": 100, "target_kl": 0.1}
-    theirs = notes(use_kl_in_reward=True, kl_ctrl=adaptive)
+    theirs = notes(use_kl_in_reward=True, kl_ctrl=CONTROL | {"type": "adaptive", "horizon": 100})
     assert "turns beta negative: it multiplies by 1 - 0.2 * 1024 / 100" in theirs and "on resume" in theirs
