@@ -113,6 +113,7 @@ def test_the_gradient_over_the_wire_is_that_of_autograd(trainer, reference, stan
     data, options = datums(reference), CONFIGURATIONS[name]
     move(trainer, data)
     with warnings.catch_warnings(action="error", category=FutureWarning):
+        warnings.simplefilter("error", DeprecationWarning)
         result = forward_backward_kl(trainer, data, **options).result()
     value, expected = by_autograd(standin, data, functools.partial(compute_grpo_kl_loss, **options))
     assert_same_gradient(over_the_wire(standin), expected)
