@@ -4,6 +4,7 @@ import pytest
 import tinker
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.hosts.tinker.clients import opened
 from tests.standin import ready
 from tests.waiting import SECONDS
 from tinker import types
@@ -18,6 +19,11 @@ SEQUENCES = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13]]
 def double():
     with serve(tiny_model().double()) as standin:
         yield standin
+
+
+@pytest.fixture(scope="module")
+def service_of_double(double):
+    return opened(double)
 
 
 def datums(**rows):
@@ -51,23 +57,14 @@ def reference_gradient(standin, loss):
 
 
 @pytest.fixture
-def client(double):
-    service = tinker.ServiceClient(base_url=double.url, api_key=double.api_key)
-    client = ready(service.create_lora_training_client(double.base_model, rank=4, seed=2, train_unembed=False))
-    weights = double.weights()
+def client(double, service_of_double):
+    made = service_of_double.create_lora_training_client(double.base_model, rank=4, seed=2, train_unembed=False)
+    client = ready(made)
     with torch.no_grad():  # B is zero at the start, and then A has no gradient
-        for name, tensor in weights.items():
+        for name, tensor in double.weights().items():
             if "lora_B" in name:
                 tensor.normal_(0, 0.05, generator=torch.Generator().manual_seed(len(name)))
     return client
-
-
-def assert_equal_gradients(standin, expected):
-    found = {name: tensor.grad for name, tensor in standin.weights().items()}
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert gradient.norm() > 1e-4, name
-        assert (found[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
 
 
 OLD, FACTOR = noise(0.3, -4.2), noise(1.0)
@@ -93,28 +90,31 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_over_the_wire_is_autograd(double, client, name):
     inputs, config, loss = LOSSES[name]
-    if name == "custom":
+    value, expected = reference_gradient(double, loss)
+    if name == "custom":  # whose value the SDK's own process has
         client.forward_backward_custom(
             datums(), lambda data, rows: (sum(loss(i, x) for i, x in enumerate(rows)), {})
         ).result(timeout=SECONDS)
     else:
         result = client.forward_backward(datums(**inputs), name, loss_fn_config=config).result(timeout=SECONDS)
-    value, expected = reference_gradient(double, loss)
-    if name != "custom":  # whose value the SDK's own process has
         assert result.metrics["loss:sum"] == pytest.approx(value, rel=1e-6)
-    assert_equal_gradients(double, expected)
+    gradients = {name: tensor.grad for name, tensor in double.weights().items()}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.norm() > 1e-4, name
+        assert (gradients[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
 
 
 def test_an_optimizer_step_is_that_of_torch(double, client):
     before = {name: tensor.detach().clone() for name, tensor in double.weights().items()}
-    params = {"learning_rate": 0.01, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1}
+    params = types.AdamParams(learning_rate=0.01, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0)
     plain = {name: tensor.clone().requires_grad_(True) for name, tensor in before.items()}
     optimizer = torch.optim.AdamW(plain.values(), lr=0.01, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
     for _ in range(2):
         client.forward_backward(datums(weights=noise(1.0)), "cross_entropy").result(timeout=SECONDS)
         gradients = {name: tensor.grad.clone() for name, tensor in double.weights().items()}
         norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
-        answer = client.optim_step(types.AdamParams(**params, grad_clip_norm=1.0)).result(timeout=SECONDS)
+        answer = client.optim_step(params).result(timeout=SECONDS)
         assert answer.metrics["grad_norm:mean"] == pytest.approx(float(norm), rel=1e-6)
         for name, tensor in plain.items():
             tensor.grad = gradients[name] / (norm + 1e-6)
@@ -126,12 +126,8 @@ def test_an_optimizer_step_is_that_of_torch(double, client):
         torch.testing.assert_close(tensor, plain[name], rtol=1e-9, atol=1e-12)
 
 
-DATA = [
-    types.Datum(
-        model_input=types.ModelInput.from_ints([1, 2, 3]),
-        loss_fn_inputs={"target_tokens": torch.tensor([2, 3, 4]), "weights": torch.ones(3)},
-    )
-]
+TOKENS, TARGETS = types.ModelInput.from_ints([1, 2, 3]), torch.tensor([2, 3, 4])
+DATA = [types.Datum(model_input=TOKENS, loss_fn_inputs={"target_tokens": TARGETS, "weights": torch.ones(3)})]
 
 
 def train(client, steps=1):
@@ -146,25 +142,21 @@ def loss(client):
 
 def test_a_run_goes_on_from_its_checkpoint_in_another_server(tmp_path):
     with serve(folder=tmp_path) as standin:
-        service = tinker.ServiceClient(base_url=standin.url, api_key=standin.api_key)
-        client = ready(service.create_lora_training_client(standin.base_model, rank=2, seed=0))
-        train(client, 3)
-        path = client.save_state("three").result(timeout=SECONDS).path
+        client = ready(opened(standin).create_lora_training_client(standin.base_model, rank=2, seed=0))
+        train(client, 2)
+        path = client.save_state("two").result(timeout=SECONDS).path
         saved = loss(client)
-        train(client, 2)
+        train(client)
         expected = loss(client)
-    assert path.startswith("tinker://")
-    assert path.endswith("/weights/three")
+    assert path.startswith("tinker://") and path.endswith("/weights/two")
     with serve(folder=tmp_path) as standin:
-        service = tinker.ServiceClient(base_url=standin.url, api_key=standin.api_key)
-        client = ready(service.create_training_client_from_state_with_optimizer(path))
-        assert loss(client) == saved
-        train(client, 2)
-        assert loss(client) == expected
+        service = opened(standin)
+        whole = ready(service.create_training_client_from_state_with_optimizer(path))
         weights_only = ready(service.create_training_client_from_state(path))
-        assert loss(weights_only) == saved
-        train(weights_only, 2)
-        assert loss(weights_only) != expected
+        assert loss(whole) == loss(weights_only) == saved
+        train(whole)
+        train(weights_only)
+        assert loss(whole) == expected != loss(weights_only)
         with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
             ready(service.create_training_client_from_state(path + "x"))
 
@@ -187,25 +179,24 @@ ADVANTAGES = [torch.tensor([1.0, -1.0, -2.0]), torch.tensor([0.5, -1.0])]
 INPUTS = [{"logprobs": q, "advantages": a} for q, a in zip(RECORDED, ADVANTAGES, strict=True)]
 
 
+RATIOS = [(1.6487212707, 1.0), (1.0, -1.0), (0.6703200460, -2.0), (1.0, 0.5), (0.3678794412, -1.0)]
+
+
 def test_importance_sampling_is_minus_the_sum_of_ratio_times_advantage():
-    ratios = [1.6487212707, 1.0, 0.6703200460, 1.0, 0.3678794412]
-    expected = -(ratios[0] * 1 - ratios[1] * 1 - ratios[2] * 2 + ratios[3] * 0.5 - ratios[4] * 1)
+    expected = -sum(r * a for r, a in RATIOS)
     assert float(losses.summed("importance_sampling", LOGPROBS, INPUTS, {})) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.8, 1.2), (0.5, 1.3)])
 def test_ppo_takes_the_smaller_of_clipped_and_unclipped(low, high):
-    ratios = [1.6487212707, 1.0, 0.6703200460, 1.0, 0.3678794412]
-    advantages = [1.0, -1.0, -2.0, 0.5, -1.0]
-    pairs = zip(ratios, advantages, strict=True)
-    expected = -sum(min(r * a, min(max(r, low), high) * a) for r, a in pairs)
+    expected = -sum(min(r * a, min(max(r, low), high) * a) for r, a in RATIOS)
     config = {} if low == 0.8 else {"clip_low_threshold": low, "clip_high_threshold": high}
     assert float(losses.summed("ppo", LOGPROBS, INPUTS, config)) == pytest.approx(expected, rel=1e-6)
 
 
 def request(loss_fn="ppo", *, tokens=(1, 2, 3), config=None, forward_only=False, **inputs):
     given = {
-        "target_tokens": torch.tensor([2, 3, 4]),
+        "target_tokens": TARGETS,
         "logprobs": torch.tensor([-1.0, -1.0, -1.0]),
         "advantages": torch.tensor([0.0, 1.0, 1.0]),
     } | inputs
@@ -220,8 +211,8 @@ def request(loss_fn="ppo", *, tokens=(1, 2, 3), config=None, forward_only=False,
     )
 
 
-def check(asked):
-    losses.check(asked, 64, 8)
+def supervised(targets, weights=None):
+    return request("cross_entropy", logprobs=None, advantages=None, target_tokens=targets, weights=weights)
 
 
 ONES = torch.ones(3, 2)
@@ -236,21 +227,10 @@ REFUSED = {
     "too long": (request(tokens=range(9)), "9 tokens; the model takes 8"),
     "loss": (request("dpo"), "unknown loss_fn 'dpo'"),
     "setting": (request(config={"cliprange": 0.2}), r"'cliprange'\] is no setting of ppo"),
-    "a weight for some": (
-        request(
-            "cross_entropy", logprobs=None, advantages=None, target_tokens=torch.ones(3, 2).long(), weights=RECORDED[0]
-        ),
-        r"'weights'\] has shape \(3,\)",
-    ),
-    "candidates of others": (
-        request("cross_entropy", logprobs=None, advantages=None, target_tokens=torch.ones(2, 2).long(), weights=ONES),
-        r"shape \(2, 2\); model_input has 3 tokens",
-    ),
-    "a candidate": (
-        request("cross_entropy", logprobs=None, advantages=None, target_tokens=torch.full((3, 2), 64), weights=ONES),
-        "outside the vocabulary",
-    ),
-    "weights": (request("cross_entropy", logprobs=None, advantages=None), r"missing \['weights'\]"),
+    "a weight for some": (supervised(ONES.long(), RECORDED[0]), r"'weights'\] has shape \(3,\)"),
+    "candidates of others": (supervised(ONES[:2].long(), ONES), r"shape \(2, 2\); model_input has 3 tokens"),
+    "a candidate": (supervised(64 * ONES.long(), ONES), "outside the vocabulary"),
+    "weights": (supervised(TARGETS), r"missing \['weights'\]"),
 }
 
 
@@ -258,12 +238,11 @@ REFUSED = {
 def test_what_does_not_fit_is_refused_by_name(name):
     asked, message = REFUSED[name]
     with pytest.raises(Refused, match=message):
-        check(asked)
+        losses.check(asked, 64, 8)
 
 
 def test_a_refusal_is_an_http_error_and_holds_up_nothing(trainer):
-    tokens = types.ModelInput.from_ints([1, 2, 3])
-    bare = types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": torch.tensor([2, 3, 4])})
+    bare = types.Datum(model_input=TOKENS, loss_fn_inputs={"target_tokens": TARGETS})
     with pytest.raises(tinker.BadRequestError, match="missing .*'advantages', 'logprobs'"):
         trainer.forward_backward([bare], "ppo").result(timeout=SECONDS)
     assert len(trainer.forward([bare], "cross_entropy").result(timeout=SECONDS).loss_fn_outputs) == 1

@@ -11,16 +11,16 @@ from klamp.hosts.verl.overrides import IMPORTED
 MODULE = "klamp.verl.registered"
 
 
-def imported_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    importlib.import_module(MODULE)
 
 
 def test_importing_it_registers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
     monkeypatch.setattr("klamp.verl.register", lambda: calls.append(None))
-    imported_anew(monkeypatch)
-    importlib.import_module(MODULE)
+    for _ in range(2):
+        importlib.import_module(MODULE)
     assert len(calls) == 1
 
 
@@ -30,7 +30,7 @@ def test_without_verl_the_import_says_what_is_missing(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("importlib.metadata.version", missing)
     with pytest.raises(UnsupportedVersion, match="klamp.verl needs verl"):
-        imported_anew(monkeypatch)
+        importlib.import_module(MODULE)
 
 
 def test_it_is_the_module_that_the_overrides_name() -> None:

@@ -1,6 +1,5 @@
 """What every loop checks of its anchors: the KL that starts at 0 or the reason, prompts, tokens."""
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,29 +22,19 @@ def test_why_the_kl_is_not_zero_at_the_start() -> None:
     assert likely_reasons(dropping.eval(), plain, adapter=True) == []
     assert "torch.float64" in likely_reasons(plain, nn.Linear(2, 2).double(), adapter=False)[0]
     assert "adapter that is not zero" in likely_reasons(plain, None, adapter=True)[0]
+    other = nn.Linear(2, 2)
+    assert "loaded from a path" in likely_reasons(plain, other, adapter=False)[0]
+    assert likely_reasons(plain, other, adapter=False, loaded=False) == likely_reasons(plain, other, adapter=True) == []
 
 
 def test_dropout_that_a_layer_keeps_as_a_number_is_named() -> None:
-    sizes = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": 9,
-    }
-    policy = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.1)).train()
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    policy = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=9, attention_dropout=0.1)).train()
     (reason,) = likely_reasons(policy, None, adapter=False)
     assert "attention_dropout above 0" in reason and "disable_dropout does not" in reason
     for dropout in active_dropouts(policy):
         setattr(dropout.holder, dropout.name, 0.0)
     assert (policy.model.layers[0].self_attn.attention_dropout, likely_reasons(policy, None, adapter=False)) == (0, [])
-
-
-def test_weights_are_suspected_only_where_they_were_loaded() -> None:
-    policy, reference = nn.Linear(2, 2), nn.Linear(2, 2)
-    assert "loaded from a path" in likely_reasons(policy, reference, adapter=False)[0]
-    assert likely_reasons(policy, reference, adapter=False, loaded=False) == []
-    assert likely_reasons(policy, reference, adapter=True) == []
 
 
 def tokenizer(*tokens: str, end: str = "<eos>") -> Any:
@@ -69,13 +58,6 @@ def test_a_row_without_its_prompt_names_the_columns_that_there_are() -> None:
     assert no_prompt("hint", []).got == "the columns none"
 
 
-def test_the_same_tokens_are_taken_in_silence() -> None:
-    ours = tokenizer("a", "b", "<eos>")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_tokens(tokenizer("a", "b", "<eos>", "more"), ours, name="T")
-
-
 def test_other_ids_are_refused_by_the_first_of_them() -> None:
     with pytest.raises(ModelError, match="another tokenizer") as error:
         check_tokens(tokenizer("b", "a", "<eos>"), tokenizer("a", "b", "<eos>"), name="T")
@@ -90,16 +72,17 @@ def test_another_end_and_no_tokenizer_are_cautioned() -> None:
         check_tokens(None, ours, name="T")
 
 
-def test_another_chat_template_of_a_teacher_is_cautioned_and_a_reference_s_is_not() -> None:
-    def chat(mark: str) -> Any:
-        def render(messages: Any, **options: Any) -> str:
-            return "".join(f"{mark}{each['content']}" for each in messages)
+def chat(mark: str) -> Any:
+    def render(messages: Any, **options: Any) -> str:
+        return "".join(f"{mark}{each['content']}" for each in messages)
 
-        return SimpleNamespace(**vars(tokenizer("a", "<eos>")), apply_chat_template=render)
+    return SimpleNamespace(**vars(tokenizer("a", "<eos>")), apply_chat_template=render)
 
+
+@pytest.mark.filterwarnings("error")
+def test_another_chat_template_of_a_teacher_is_cautioned_and_the_same_tokens_are_taken_in_silence() -> None:
     with pytest.warns(KLWarning, match="The chat templates .* '#Q.* policy and '@Q.* For T: use a teacher"):
         check_tokens(chat("@"), chat("#"), name="T")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check_tokens(chat("@"), chat("#"), name="T", who="reference")
-        check_tokens(chat("#"), chat("#"), name="T")
+    check_tokens(chat("@"), chat("#"), name="T", who="reference")
+    check_tokens(chat("#"), chat("#"), name="T")
+    check_tokens(tokenizer("a", "b", "<eos>", "more"), tokenizer("a", "b", "<eos>"), name="T")

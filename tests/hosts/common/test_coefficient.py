@@ -22,17 +22,13 @@ def test_it_is_the_number_and_its_product_is_the_penalty() -> None:
     assert beta.uses == 1
 
 
-def test_a_product_that_goes_past_it_is_noticed() -> None:
+def test_a_product_that_goes_past_it_and_a_kl_of_another_shape_are_noticed() -> None:
     """A host that wrote `per_token_kl * beta` would get its own KL: torch multiplies by the number."""
     beta = Coefficient(0.3, lambda: torch.zeros(2, 3))
     assert torch.equal(KL * beta, KL * 0.3)
     with pytest.raises(UnsupportedVersion, match="0 products in one loss"):
         check_once(beta.uses, "products")
     check_once(1, "products")
-
-
-def test_a_kl_of_another_shape_is_noticed() -> None:
-    beta = Coefficient(0.3, lambda: KL)
     with pytest.raises(UnsupportedVersion, match=r"shape \(2, 1\)"):
         beta * torch.ones(2, 1)
 
@@ -67,8 +63,7 @@ def test_the_kl_is_divided_by_the_tokens_that_carry_it() -> None:
     policy = torch.full((2, 3), -1.0)
     carried = torch.tensor([[False, True, True], [False, True, True]])
     batch = batch_of(inputs(klamp_kl_mask=carried), policy)
-    one = gated_penalty(batch_of(inputs(), policy), KLTerm(value="k1"))[0, 1]
-    assert one == pytest.approx(0.5)
+    assert gated_penalty(batch_of(inputs(), policy), KLTerm(value="k1"))[0, 1] == pytest.approx(0.5)
     by_part = gated_penalty(batch, KLTerm(value="k1"))  # 5 tokens, of which 3 carry
     assert torch.allclose(by_part, torch.tensor([[0, 5 / 6, 5 / 6], [0, 5 / 6, 0]]))
     scaled = gated_penalty(batch, KLTerm(value="k1"), torch.tensor([3.0, 2.0]))

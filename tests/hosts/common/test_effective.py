@@ -31,9 +31,6 @@ def test_its_text_has_a_line_per_field_in_two_columns() -> None:
     assert [line[:11].rstrip() for line in lines] == ["host", *names, "normalizer", "reference", "note", "note"]
     assert lines[0] == "host       a host 1.0"
     assert lines[-1] == "note       two"
-
-
-def test_without_a_kl_it_says_so_and_two_are_shown_one_after_the_other() -> None:
     assert "term       none" in str(effective()).splitlines()
     both = str(effective(TERM, dataclasses.replace(TERM, term="the host's own"))).splitlines()
     assert [line for line in both if line.startswith("term")] == ["term       klamp's", "term       the host's own"]

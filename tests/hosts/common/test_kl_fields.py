@@ -1,7 +1,6 @@
 """klamp's options in a host's arguments: all of them, none set by itself, each with its help."""
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +10,8 @@ from klamp.config import KLConfig, KLWarning, LossConfig, TeacherConfig
 from klamp.config.kl import ALIASES
 from klamp.config.loss import MASKS
 from klamp.errors import ConfigError
-from klamp.hosts.common.kl_fields import (
-    PASSED,
-    KLFields,
-    field_texts,
-    kl_config,
-    settle_fields,
-    teacher_config,
-    touched,
-    warn_without_kl,
-)
+from klamp.hosts.common import kl_fields
+from klamp.hosts.common.kl_fields import KLFields, field_texts, kl_config, settle_fields, teacher_config, touched
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(KLConfig)}
 TAUGHT = {field.name: field.default for field in dataclasses.fields(TeacherConfig)}
@@ -88,16 +79,15 @@ def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
     assert texts["kl_horizon"].endswith("also the effect of a token on the KL of later tokens.")
 
 
+@pytest.mark.filterwarnings("error")
 def test_fields_without_a_beta_are_warned_of_and_a_monitor_is_not() -> None:
     with pytest.warns(KLWarning, match="beta is 0 .* no KL term and no reference"):
-        warn_without_kl(KLConfig(beta=0.0, kl_estimator="k1"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warn_without_kl(KLConfig(beta=0.0, kl_monitor=True))
-        warn_without_kl(KLConfig(beta=0.1))
+        kl_fields.warn_without_kl(KLConfig(beta=0.0, kl_estimator="k1"))
+    kl_fields.warn_without_kl(KLConfig(beta=0.0, kl_monitor=True))
+    kl_fields.warn_without_kl(KLConfig(beta=0.1))
 
 
 def test_a_teacher_is_the_one_that_is_named_else_the_model_that_is_passed() -> None:
-    for fields, name in (({"teacher_coef": 1.0}, PASSED), ({"teacher_coef": 1.0, "teacher_model": "x"}, "x")):
+    for fields, name in (({"teacher_coef": 1.0}, kl_fields.PASSED), ({"teacher_coef": 1.0, "teacher_model": "x"}, "x")):
         teacher = teacher_config(KLFields(**fields))
         assert teacher is not None and teacher.teacher_model == name

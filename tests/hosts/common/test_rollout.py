@@ -15,19 +15,10 @@ from klamp.core.estimators import kl_estimate
 from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import KLTerm, Weighted, measure, prepare, sequence_gate_kl
 from klamp.errors import ConfigError
+from klamp.hosts.common import rollout
 from klamp.hosts.common.coefficient import advantages_less_kl
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.common.rollout import (
-    Alone,
-    Generation,
-    advantages_of_rewards,
-    excluded_ids,
-    exclusion_scale,
-    gate_over_processes,
-    kl_tokens,
-    prepared,
-    reference_lengths,
-)
+from klamp.hosts.common.rollout import Alone, Generation, advantages_of_rewards, excluded_ids, gate_over_processes
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 ROWS, LENGTH, GROUP = 8, 5, 4
@@ -36,9 +27,11 @@ REWARD: dict[str, Any] = {"kl_estimator": "k1", "kl_placement": "reward", "kl_ho
 CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.05}
 
 
-def batch_tensors(*, apart: float = 0.5) -> tuple[dict[str, Tensor], Tensor]:
-    """Two groups of four completions, and the policy's log-probabilities before the first update."""
-    generator = torch.Generator().manual_seed(3)
+def generation(
+    accelerator: Any = None, *, processes: int = 1, exact: Tensor | None = None, apart: float = 0.5, **changes: Any
+) -> Generation:
+    """This process's share of two groups of four completions; `apart`: the largest log-ratio to the reference."""
+    generator, accelerator, size = torch.Generator().manual_seed(3), accelerator or Alone(), ROWS // processes
     old = -torch.rand(ROWS, LENGTH, generator=generator) - 0.1
     inputs = {
         "completion_ids": torch.randint(3, 20, (ROWS, LENGTH), generator=generator),
@@ -46,16 +39,6 @@ def batch_tensors(*, apart: float = 0.5) -> tuple[dict[str, Tensor], Tensor]:
         "advantages": torch.randn(ROWS, generator=generator),
         "ref_per_token_logps": old - apart * torch.rand(ROWS, LENGTH, generator=generator),
     }
-    return inputs, old
-
-
-def generation(
-    accelerator: Any = None, *, processes: int = 1, exact: Tensor | None = None, apart: float = 0.5, **changes: Any
-) -> Generation:
-    """This process's share of the batch; 0.5: how far policy and reference are apart at most."""
-    inputs, old = batch_tensors(apart=apart)
-    accelerator = accelerator or Alone()
-    size = ROWS // processes
     mine = slice(accelerator.process_index * size, (accelerator.process_index + 1) * size)
     given = {"rows": [{}] * size, "lengths": inputs["completion_mask"].sum(-1)[mine], "group_size": GROUP, **changes}
     return Generation(
@@ -68,22 +51,22 @@ def generation(
 
 
 @pytest.mark.parametrize("level", ["sequence", "group", "batch"])
-@pytest.mark.parametrize("exact", [None, torch.arange(1.0, 41.0).view(ROWS, LENGTH)])
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_a_gate_is_that_of_the_whole_batch_at_once(level: Any, exact: Tensor | None, processes: int) -> None:
+@pytest.mark.parametrize(("value", "processes"), [("k3", 4), ("exact", 2)])
+def test_a_gate_is_that_of_the_whole_batch_at_once(level: Any, value: Any, processes: int) -> None:
     """With four processes each holds half a group."""
-    value = "k3" if exact is None else "exact"
+    exact = torch.arange(1.0, 41.0).view(ROWS, LENGTH) if value == "exact" else None
     term = KLTerm(value=value, clip_method="hard", clip_threshold=0.1, clip_level=level)
-    found = in_processes(
-        processes, lambda member: gate_over_processes(generation(member, processes=processes, exact=exact), term)
-    )
-    whole = replace(generation(exact=exact).batch(), group_size=GROUP)
-    torch.testing.assert_close(torch.cat(found), sequence_gate_kl(measure(whole, term)))
+
+    def gate(member: Any) -> Tensor:
+        return gate_over_processes(generation(member, processes=processes, exact=exact), term)
+
+    whole = replace(generation().batch(), group_size=GROUP)
+    whole = whole if exact is None else whole.with_anchor("reference", kl=exact)
+    torch.testing.assert_close(torch.cat(in_processes(processes, gate)), sequence_gate_kl(measure(whole, term)))
 
 
-def mean_of_others(x: Tensor) -> Tensor:
-    groups = x.view(2, GROUP)
-    return ((groups.sum(-1, keepdim=True) - groups) / (GROUP - 1)).view(-1)
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+CARRIED = torch.tensor([[False, True, True], [False, True, False]])
 
 
 @pytest.mark.parametrize(
@@ -91,21 +74,16 @@ def mean_of_others(x: Tensor) -> Tensor:
     [("sequence_mean", [1.5, 2.0]), ("token_mean", [5 / 3] * 2), ("fixed_length", [1, 1]), ("sequence_sum", [1, 1])],
 )
 def test_what_a_host_divides_by_and_what_klamp_does(reduction: Any, expected: list[float]) -> None:
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    carried = torch.tensor([[False, True, True], [False, True, False]])
-    assert exclusion_scale(mask, carried, reduction, Alone()).tolist() == pytest.approx(expected)
+    assert rollout.exclusion_scale(MASK, CARRIED, reduction, Alone()).tolist() == pytest.approx(expected)
     nothing = torch.zeros(1, 3, dtype=torch.bool)
     if reduction == "sequence_mean":
-        assert exclusion_scale(nothing, nothing, reduction, Alone()).tolist() == [1.0], "no tokens: 1 over 1"
+        assert rollout.exclusion_scale(nothing, nothing, reduction, Alone()).tolist() == [1.0], "no tokens: 1 over 1"
 
 
 def test_tokens_are_counted_over_all_processes() -> None:
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    carried = torch.tensor([[False, True, True], [False, True, False]])
-
     def scale(member: Any) -> list[float]:
         mine = slice(member.process_index, member.process_index + 1)
-        return exclusion_scale(mask[mine], carried[mine], "token_mean", member).tolist()
+        return rollout.exclusion_scale(MASK[mine], CARRIED[mine], "token_mean", member).tolist()
 
     assert in_processes(2, scale) == [[pytest.approx(5 / 3)], [pytest.approx(5 / 3)]]
 
@@ -113,51 +91,41 @@ def test_tokens_are_counted_over_all_processes() -> None:
 def test_the_length_is_the_users_else_the_columns_else_measured() -> None:
     column: Any = [{"reference_length": 3}, {}] * 4
     users = KLControl(KLConfig(kl_reference_length=7, **CLIP))
-    assert reference_lengths(generation(rows=column), users).tolist() == [7.0] * ROWS
+    assert rollout.reference_lengths(generation(rows=column), users).tolist() == [7.0] * ROWS
     with pytest.raises(ConfigError, match="a reference_length in the data must be a number"):
         KLControl(KLConfig(**CLIP)).reference_lengths(["12"])  # pyright: ignore[reportArgumentType]
     mixed = KLControl(KLConfig(**CLIP))
     near = generation(rows=column, apart=1e-4)
     mean = float(near.lengths.float().mean())
-    assert reference_lengths(near, mixed).tolist() == pytest.approx([3.0, mean] * 4)
+    assert rollout.reference_lengths(near, mixed).tolist() == pytest.approx([3.0, mean] * 4)
     assert mixed.reference_length == pytest.approx(mean)
 
 
-def test_a_measured_length_is_that_of_all_processes_and_frozen() -> None:
+@pytest.mark.parametrize("given", [0, 2])
+def test_a_length_is_measured_on_all_processes_and_frozen(given: int) -> None:
+    """Also if some of them have the column: else the others would wait for them for ever."""
     control = [KLControl(KLConfig(**CLIP)) for _ in range(4)]
 
     def measure(member: Any) -> list[float]:
-        made = generation(member, processes=4, apart=1e-4)
-        return reference_lengths(made, control[member.process_index]).tolist()
+        rows: Any = [{"reference_length": 3} if member.process_index < given else {}] * 2
+        made = generation(member, processes=4, rows=rows, apart=1e-4)
+        return rollout.reference_lengths(made, control[member.process_index]).tolist()
 
     mean = 29 / ROWS
-    assert in_processes(4, measure) == [pytest.approx([mean] * 2)] * 4
+    assert in_processes(4, measure) == [[3.0] * 2] * given + [pytest.approx([mean] * 2)] * (4 - given)
     longer = generation(apart=1e-4, lengths=torch.full((ROWS,), 50))
-    assert reference_lengths(longer, control[0]).tolist() == pytest.approx([mean] * ROWS)
-
-
-def test_a_column_that_one_process_lacks_is_measured_on_all() -> None:
-    """Or the one would wait for the others for ever."""
-
-    def measure(member: Any) -> list[float]:
-        rows: Any = [{"reference_length": 3}] * 4 if member.process_index == 0 else [{}] * 4
-        return reference_lengths(
-            generation(member, processes=2, rows=rows, apart=1e-4), KLControl(KLConfig(**CLIP))
-        ).tolist()
-
-    assert in_processes(2, measure) == [[3.0] * 4, pytest.approx([29 / ROWS] * 4)]
+    assert rollout.reference_lengths(longer, control[3]).tolist() == pytest.approx([mean] * ROWS)
 
 
 def test_a_policy_that_has_moved_is_no_sample_of_the_reference() -> None:
     moved = generation(apart=0.5)
     batch = moved.batch()
-    assert read(batch, "ref_logprobs") is not None
     k3 = kl_estimate(batch.policy_logprobs, read(batch, "ref_logprobs"))[batch.mask.bool()].mean()
     with pytest.raises(ConfigError, match=rf"reference length cannot be measured\n.*KL {float(k3):.2e} nats per token"):
-        reference_lengths(moved, KLControl(KLConfig(**CLIP)))
+        rollout.reference_lengths(moved, KLControl(KLConfig(**CLIP)))
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", [1, 4])
 @pytest.mark.parametrize("clip", [{}, {**CLIP, "kl_reference_length": 2}])
 def test_the_kl_in_the_reward_is_the_advantage_of_lower_rewards(processes: int, clip: dict[str, Any]) -> None:
     """The host has formed its advantages already; what it would have formed from the lower rewards comes out."""
@@ -173,11 +141,10 @@ def test_the_kl_in_the_reward_is_the_advantage_of_lower_rewards(processes: int, 
         return advantages_of_rewards(made, term, beta=0.3)
 
     batch = replace(generation().batch(), group_size=GROUP, reference_length=2.0)
-    made = prepare(batch, term)
-    gate = made.gate
-    assert gate is None or 0 < float(gate.factor.mean()) < 1, "some are over budget, some are not"
+    whole = prepare(batch, term)
+    assert whole.gate is None or 0 < float(whole.gate.factor.mean()) < 1, "some are over budget, some are not"
     expected = advantages_with_kl(
-        rewards, made, beta=0.3, advantages=lambda r: group_advantages(r, GROUP, scale="none")
+        rewards, whole, beta=0.3, advantages=lambda r: group_advantages(r, GROUP, scale="none")
     )
     torch.testing.assert_close(torch.cat(in_processes(processes, shift)), expected)
     assert (expected - formed).abs().max() > 0.01
@@ -201,7 +168,7 @@ def test_a_completion_without_a_reward_has_no_say() -> None:
 def test_the_kl_in_the_advantage_is_the_present_policys() -> None:
     kl = KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage")
     made, term = generation(), kl.build_term()
-    added = prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction="token_mean")
+    added = rollout.prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction="token_mean")
     assert torch.equal(added["advantages"], made.inputs["advantages"]), "the loss shifts them"
     batch = replace(made.batch(), policy_logprobs=made.batch().policy_logprobs - 0.7)  # after an update
     delta = (batch.policy_logprobs - made.inputs["ref_per_token_logps"]) * batch.mask
@@ -214,24 +181,25 @@ def test_exclusions_are_settled_before_the_gate() -> None:
     made = generation()
     ids = made.inputs["completion_ids"]
     kl = KLConfig(beta=0.3, kl_exclude_tokens=tuple(ids[0, :2].tolist()), kl_reference_length=2, **CLIP)
-    added = prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction="sequence_mean")
+    added = rollout.prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction="sequence_mean")
     mask = made.inputs["completion_mask"].bool()
     carried = mask & (ids != ids[0, 0]) & (ids != ids[0, 1])
     assert torch.equal(added["klamp_kl_mask"], carried)
     assert added["klamp_kl_scale"][0] == pytest.approx(5 / int(carried[0].sum())) and carried[0].sum() < 5
     k3 = kl_estimate(made.old_logprobs, made.inputs["ref_per_token_logps"], estimator="k3")  # pyright: ignore
     kept = (k3 * added["klamp_kl_mask"]).sum(-1)
-    torch.testing.assert_close(added["klamp_gate_kl"], mean_of_others(kept))
+    groups = kept.view(2, GROUP)
+    others = (groups.sum(-1, keepdim=True) - groups) / (GROUP - 1)
+    torch.testing.assert_close(added["klamp_gate_kl"], others.view(-1))
     assert added["klamp_reference_length"].tolist() == [2.0] * ROWS
-    by_part = prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction=None)
+    by_part = rollout.prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction=None)
     assert "klamp_kl_scale" not in by_part
 
 
 def carried(texts: list[str], *names: int | str) -> list[str]:
     """Per completion, the characters that carry the KL."""
     ids = torch.tensor([TOKENIZER.convert_tokens_to_ids(list(text)) for text in texts])
-    mask = torch.ones(ids.shape, dtype=torch.bool)
-    kept = kl_tokens(ids, mask, excluded_ids(names, TOKENIZER))
+    kept = rollout.kl_tokens(ids, torch.ones_like(ids).bool(), excluded_ids(names, TOKENIZER))
     return ["".join(c for c, k in zip(text, row, strict=True) if k) for text, row in zip(texts, kept, strict=True)]
 
 
@@ -245,10 +213,7 @@ def test_tokens_are_named_by_string_or_id():
     assert found == {*excluded_ids(("special",), TOKENIZER), plus} >= {TOKENIZER.eos_token_id, TOKENIZER.pad_token_id}
 
 
-def test_an_unknown_token_is_refused_and_named():
-    with pytest.raises(ConfigError, match="<nowhere>"):
-        excluded_ids(("<nowhere>",), TOKENIZER)
-    with pytest.raises(ConfigError, match="999999"):
-        excluded_ids((999999,), TOKENIZER)
-    with pytest.raises(ConfigError, match=f"use an id below {len(TOKENIZER)}"):
-        excluded_ids((len(TOKENIZER),), TOKENIZER)
+@pytest.mark.parametrize("name", ["<nowhere>", 999999, len(TOKENIZER)])
+def test_an_unknown_token_is_refused_and_named(name: int | str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}(.|\n)*use an id below {len(TOKENIZER)}"):
+        excluded_ids((name,), TOKENIZER)

@@ -16,29 +16,35 @@ from klamp.hosts.common.sampler_weights import SAME, START, WEIGHTS, Reported, c
 
 PROMPTS = [[1, 2, 3, 4], [5, 6]]
 COMPLETIONS = [[7, 8, 9, 3, 2], [4, 4, 1]]
+PAIRS = list(zip(PROMPTS, COMPLETIONS, strict=True))
 TEMPERATURE = 0.7
 
 
 def model(seed: int = 0, *, tied: bool = True) -> Any:
     torch.manual_seed(seed)
     sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    config = LlamaConfig(**sizes, **heads, initializer_range=0.4, tie_word_embeddings=tied)
+    config = LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.4, tie_word_embeddings=tied)
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def made() -> Any:
+    """A model that no test changes."""
+    return model()
 
 
 def moved(start: Any) -> Any:
     torch.manual_seed(1)
-    made = copy.deepcopy(start)
+    after = copy.deepcopy(start)
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in after.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
-    return made
+    return after
 
 
-def logits_of(made: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
+def logits_of(made: Any, prompt: list[int], completion: list[int], **options: Any) -> torch.Tensor:
     with torch.no_grad():
-        return made(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].float()
+        return made(torch.tensor([[*prompt, *completion]]), **options).logits[0, len(prompt) - 1 : -1].float()
 
 
 def chosen(logits: torch.Tensor, completion: list[int], temperature: float = TEMPERATURE) -> list[float]:
@@ -46,21 +52,18 @@ def chosen(logits: torch.Tensor, completion: list[int], temperature: float = TEM
     return [float(row[token]) for row, token in zip(scored, completion, strict=True)]
 
 
-def told(made: Any, *, prompts: Any = None, temperature: float = TEMPERATURE) -> list[list[float]]:
+def told(made: Any, *, temperature: float = TEMPERATURE) -> list[list[float]]:
     """What a faultless engine with these weights reports."""
-    pairs = zip(prompts or PROMPTS, COMPLETIONS, strict=True)
-    return [chosen(logits_of(made, prompt, each), each, temperature) for prompt, each in pairs]
+    return [chosen(logits_of(made, prompt, each), each, temperature) for prompt, each in PAIRS]
 
 
 def checked(made: Any, sampler: Any, **options: Any) -> sync.SyncReport:
     return check_sync(made, PROMPTS, COMPLETIONS, sampler, **{"temperature": TEMPERATURE, **options})
 
 
-def test_a_sampler_with_the_weights_of_the_model_is_in_sync() -> None:
-    made = model()
+def test_a_sampler_with_the_weights_of_the_model_is_in_sync(made: Any) -> None:
     report = checked(made, told(made), trainer_logprobs=told(made), start=model(3))
-    assert report.in_sync
-    assert report.tokens == 8
+    assert (report.in_sync, report.tokens) == (True, 8)
     assert [side.side for side in report.sides] == ["sampler", "trainer"]
     assert all(side.gaps[sync.WEIGHTS] < 1e-6 for side in report.sides)
     assert "the sampler has the weights' log-probabilities" in str(report)
@@ -70,74 +73,60 @@ def test_a_sampler_with_the_weights_of_the_model_is_in_sync() -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    made = model().train()
-    before = copy.deepcopy(made.state_dict())
-    checked(made, told(copy.deepcopy(made).eval()), start=model(3))
-    assert made.training
-    assert all(torch.equal(before[name], value) for name, value in made.state_dict().items())
+    policy = model().train()
+    before = copy.deepcopy(policy.state_dict())
+    checked(policy, told(model()), start=model(3))
+    assert policy.training
+    assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
 
 
 def found(side: str, made: Any, wrong: Any, **options: Any) -> sync.Reported:
     """The side that reports something wrong, where the other one is right."""
-    right = told(made)
-    report = checked(made, wrong, trainer_logprobs=right, **options)
-    if side == "trainer":
-        report = checked(made, right, trainer_logprobs=wrong, **options)
+    sampler, trainer = (wrong, told(made)) if side == "sampler" else (told(made), wrong)
+    report = checked(made, sampler, trainer_logprobs=trainer, **options)
     assert not report.in_sync
-    sides = {each.side: each for each in report.sides}
-    assert sides[{"sampler": "trainer", "trainer": "sampler"}[side]].is_right
-    return sides[side]
+    (other,) = (each for each in report.sides if each.side != side)
+    (of_side,) = (each for each in report.sides if each.side == side)
+    assert other.is_right
+    return of_side
 
 
 @pytest.mark.parametrize("side", ["sampler", "trainer"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_stale_model_is_told_from_a_stale_head(side: str, tied: bool) -> None:
     start = model(tied=tied)
-    made = moved(start)
-    stale = found(side, made, told(start), start=start)
-    assert stale.nearest == sync.START
-    mixed = copy.deepcopy(made)
+    policy = moved(start)
+    assert found(side, policy, told(start), start=start).nearest == sync.START
+    mixed = copy.deepcopy(policy)
     mixed.lm_head.weight = torch.nn.Parameter(start.lm_head.weight.detach().clone())  # the embeddings are the new ones
-    half = found(side, made, told(mixed), start=start)
+    half = found(side, policy, told(mixed), start=start)
     assert half.nearest == sync.START_HEAD
     assert half.gaps[sync.START_HEAD] < 1e-6
 
 
 @pytest.mark.parametrize("side", ["sampler", "trainer"])
-def test_another_temperature_is_named(side: str) -> None:
-    made = model()
+def test_another_temperature_and_a_mask_that_hides_the_prompt_are_named(made: Any, side: str) -> None:
     assert found(side, made, told(made, temperature=1.0)).nearest == sync.RAW
-
-
-@pytest.mark.parametrize("side", ["sampler", "trainer"])
-def test_a_mask_that_hides_the_prompt_is_named(side: str) -> None:
-    made = model()
-    wrong = []
-    with torch.no_grad():
-        for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
-            mask = torch.tensor([[0] * len(prompt) + [1] * len(completion)])
-            logits = made(torch.tensor([[*prompt, *completion]]), attention_mask=mask).logits[0, len(prompt) - 1 : -1]
-            wrong.append(chosen(logits, completion))
-    seen = found(side, made, wrong)
-    assert seen.nearest == sync.HIDDEN
-    assert "prompt" in seen.text
+    masks = [torch.tensor([[0] * len(prompt) + [1] * len(each)]) for prompt, each in PAIRS]
+    pairs = zip(PAIRS, masks, strict=True)
+    hidden = [chosen(logits_of(made, *pair, attention_mask=mask), pair[1]) for pair, mask in pairs]
+    seen = found(side, made, hidden)
+    assert seen.nearest == sync.HIDDEN and "prompt" in seen.text
 
 
 @pytest.mark.parametrize(
     ("kept", "given"), [(TopPLogitsWarper(0.8), {"top_p": 0.8}), (TopKLogitsWarper(9), {"top_k": 9})]
 )
-def test_a_truncated_distribution_is_named(kept: Any, given: dict[str, Any]) -> None:
+def test_a_truncated_distribution_is_named(made: Any, kept: Any, given: dict[str, Any]) -> None:
     """As transformers cuts it."""
-    made = model()
     wrong = []
-    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
+    for prompt, completion in PAIRS:
         scaled = kept(None, logits_of(made, prompt, completion) / TEMPERATURE)
         values = chosen(scaled, completion, 1.0)
         wrong.append([value if math.isfinite(value) else None for value in values])  # could not have been drawn
     assert any(value is not None for row in wrong for value in row)
     seen = found("sampler", made, wrong, **given)
-    assert seen.nearest == sync.TRUNCATED
-    assert seen.gaps[sync.TRUNCATED] < 1e-6
+    assert seen.nearest == sync.TRUNCATED and seen.gaps[sync.TRUNCATED] < 1e-6
 
 
 def test_a_missing_adapter_is_named() -> None:
@@ -145,32 +134,22 @@ def test_a_missing_adapter_is_named() -> None:
     plain = told(base)
     torch.manual_seed(2)
     adapted = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval()
-    with_it = told(adapted)
-    report = checked(adapted, plain, trainer_logprobs=with_it)
+    report = checked(adapted, plain, trainer_logprobs=told(adapted))
     assert report.sides[0].nearest == sync.NO_ADAPTER
     assert report.sides[1].is_right
 
 
-def test_another_data_type_is_not_called_a_fault() -> None:
-    made = model()
-    coarse = told(copy.deepcopy(made).to(torch.bfloat16))
-    report = checked(made, coarse)
+def test_another_data_type_is_not_called_a_fault_and_what_no_reading_explains_is(made: Any) -> None:
+    report = checked(made, told(model().to(torch.bfloat16)))
     assert sync.SAME < report.sides[0].gaps[sync.WEIGHTS] < sync.COARSE
-    assert report.in_sync
-    assert "data types" in str(report)
-
-
-def test_what_no_reading_explains_is_said_to_be_unexplained() -> None:
-    made = model()
+    assert report.in_sync and "data types" in str(report)
     torch.manual_seed(5)
     noise = [[value + float(torch.randn(())) for value in row] for row in told(made)]
     report = checked(made, noise, start=model(3))
-    assert not report.in_sync
-    assert "no reading that was tried explains it" in str(report)
+    assert not report.in_sync and "no reading that was tried explains it" in str(report)
 
 
-def test_tokens_without_a_number_are_left_out() -> None:
-    made = model()
+def test_tokens_without_a_number_are_left_out(made: Any) -> None:
     numbers = told(made)
     numbers[0][0] = math.nan
     assert checked(made, numbers).in_sync
@@ -178,8 +157,7 @@ def test_tokens_without_a_number_are_left_out() -> None:
         checked(made, [[math.nan] * 5, [None] * 3])
 
 
-def test_lists_that_do_not_fit_are_refused() -> None:
-    made = model()
+def test_lists_that_do_not_fit_are_refused(made: Any) -> None:
     with pytest.raises(ShapeError, match="do not fit the completions"):
         checked(made, [[0.0] * 4, [0.0] * 3])
     with pytest.raises(ShapeError, match="do not fit"):

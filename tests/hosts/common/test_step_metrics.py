@@ -18,34 +18,34 @@ from klamp.hosts.common.step_metrics import StepRecord, Window, repeated_pairs, 
 ROWS, TOKENS, GROUP = 12, 7, 4
 
 
-def record_of(seed: int = 0, *, rows: int = ROWS) -> StepRecord:
+def record_of(seed: int = 0) -> StepRecord:
     """A step with completions of all lengths, one of them without any trained token, and some tokens without a KL."""
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    lengths = torch.randint(1, TOKENS + 1, (rows,), generator=generator)
+    lengths = torch.randint(1, TOKENS + 1, (ROWS,), generator=generator)
     mask = torch.arange(TOKENS) < lengths[:, None]
     mask[3] = False
-    policy = -drawn(rows, TOKENS).abs()
-    rewards = drawn(rows)
+    policy = -drawn(ROWS, TOKENS).abs()
+    rewards = drawn(ROWS)
     rewards[4:8] = 0.5
     return StepRecord(
         mask=mask,
-        kl_mask=mask & (torch.rand(rows, TOKENS, generator=generator) > 0.2),
+        kl_mask=mask & (torch.rand(ROWS, TOKENS, generator=generator) > 0.2),
         policy=policy,
-        sampler=policy + 0.01 * drawn(rows, TOKENS),
-        entropy=drawn(rows, TOKENS).abs(),
+        sampler=policy + 0.01 * drawn(ROWS, TOKENS),
+        entropy=drawn(ROWS, TOKENS).abs(),
         rewards=rewards,
-        ended=torch.rand(rows, generator=generator) > 0.4,
+        ended=torch.rand(ROWS, generator=generator) > 0.4,
         lengths=lengths,
-        ref=policy + 0.4 * drawn(rows, TOKENS),
-        original=policy + 0.7 * drawn(rows, TOKENS),
-        exact=drawn(rows, TOKENS).abs(),
-        exact_forward=drawn(rows, TOKENS).abs(),
-        exact_rows=torch.arange(rows) % GROUP < 2,
-        repeated=torch.arange(rows) % 3,
+        ref=policy + 0.4 * drawn(ROWS, TOKENS),
+        original=policy + 0.7 * drawn(ROWS, TOKENS),
+        exact=drawn(ROWS, TOKENS).abs(),
+        exact_forward=drawn(ROWS, TOKENS).abs(),
+        exact_rows=torch.arange(ROWS) % GROUP < 2,
+        repeated=torch.arange(ROWS) % 3,
     )
 
 
@@ -53,13 +53,10 @@ def plainly(record: StepRecord) -> dict[str, float]:
     """The same numbers, token by token in Python floats."""
     rows = range(len(record.rewards))
 
-    def at(mask: torch.Tensor, i: int) -> list[int]:
-        return [t for t in range(TOKENS) if mask[i, t]]
-
-    trained = [(i, t) for i in rows for t in at(record.mask, i)]
-    carried = [(i, t) for i in rows for t in at(record.kl_mask, i)]
+    trained = [(i, t) for i in rows for t in range(TOKENS) if record.mask[i, t]]
+    carried = [(i, t) for i in rows for t in range(TOKENS) if record.kl_mask[i, t]]
     measured = [i for i in rows if record.exact_rows[i]]
-    exact = [(i, t) for i in measured for t in at(record.kl_mask, i)]
+    exact = [(i, t) for i, t in carried if i in measured]
 
     def mean(values) -> float:
         values = list(values)
@@ -74,11 +71,13 @@ def plainly(record: StepRecord) -> dict[str, float]:
     def delta(other: torch.Tensor, place) -> float:
         return float(record.policy[place]) - float(other[place])
 
-    groups = [[float(record.rewards[i]) for i in range(g, g + GROUP)] for g in range(0, len(record.rewards), GROUP)]
+    def grouped(what: torch.Tensor) -> list[list[float]]:
+        return what.float().view(-1, GROUP).tolist()
+
+    groups, lengths = grouped(record.rewards), grouped(record.lengths)
     spreads = [math.sqrt(sum((x - mean(g)) ** 2 for x in g) / (GROUP - 1)) for g in groups]
     mismatch = [float(record.sampler[p]) - float(record.policy[p]) for p in trained]
     sizes = sorted(abs(delta(record.ref, p)) for p in carried)
-    lengths = [[float(record.lengths[i]) for i in range(g, g + GROUP)] for g in range(0, len(record.rewards), GROUP)]
     pairs = [
         (r - mean(a), n - mean(b)) for a, b in zip(groups, lengths, strict=True) for r, n in zip(a, b, strict=True)
     ]
@@ -110,16 +109,13 @@ def plainly(record: StepRecord) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_repeated_pairs_are_counted_as_one_would_by_hand(seed):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 3, (6, 9), generator=generator)
     mask = torch.arange(9) < torch.tensor([9, 5, 2, 1, 0, 7])[:, None]
-    expected = []
-    for row, on in zip(ids, mask, strict=True):
-        tokens = row[on].tolist()
-        pairs = list(pairwise(tokens))
-        expected.append(sum(pair in pairs[:i] for i, pair in enumerate(pairs)))
+    rows = [list(pairwise(row[on].tolist())) for row, on in zip(ids, mask, strict=True)]
+    expected = [sum(pair in pairs[:i] for i, pair in enumerate(pairs)) for pairs in rows]
     assert repeated_pairs(ids, mask).tolist() == expected
     assert repeated_pairs(ids[:, :1], mask[:, :1]).tolist() == [0] * 6
 
@@ -141,7 +137,7 @@ def test_the_metrics_are_those_of_plain_loops(seed):
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_stands_in_masked_places_changes_nothing(poison):
     record = record_of()
     tokens = ("policy", "sampler", "entropy", "ref", "original", "exact", "exact_forward")
@@ -165,10 +161,10 @@ def test_what_was_not_measured_is_left_out_and_nothing_is_nan(changes, absent, k
     assert kept in found and all(math.isfinite(value) for value in found.values())
 
 
-def micro_batch(rows: slice, *, length: int = 16) -> Batch:
+def micro_batch(rows: slice) -> Batch:
     generator = torch.Generator().manual_seed(1)
-    policy, ref = (-torch.rand(6, length, generator=generator) for _ in range(2))
-    mask = torch.rand(6, length, generator=generator) < 0.7
+    policy, ref = (-torch.rand(6, 16, generator=generator) for _ in range(2))
+    mask = torch.rand(6, 16, generator=generator) < 0.7
     return flat_batch(
         policy_logprobs=policy[rows], ref_logprobs=ref[rows], mask=mask[rows], advantages=torch.zeros(6)[rows]
     )
@@ -181,12 +177,15 @@ def test_uneven_parts_add_up_to_the_whole() -> None:
     found = window.emit(Alone())
     delta = (whole.policy_logprobs - read(whole, "ref_logprobs"))[whole.mask]
     k3 = kl_estimate(whole.policy_logprobs, read(whole, "ref_logprobs"), estimator="k3")
-    assert found["kl/k1"] == pytest.approx(float(delta.mean()), rel=1e-5)
-    assert found["kl/k3"] == pytest.approx(float(k3[whole.mask].mean()), rel=1e-5)
-    assert found["kl/k3_sequence"] == pytest.approx(float((k3 * whole.mask).sum(-1).mean()), rel=1e-5)
-    assert found["kl/log_ratio_max"] == pytest.approx(float(delta.abs().max()))
-    rank = int(0.99 * len(delta))
-    assert found["kl/log_ratio_p99"] == pytest.approx(float(delta.abs().sort().values[rank]))
-    assert found["kl/log_ratio_clamped"] == pytest.approx(float((delta.abs() > 0.3).float().mean()), rel=1e-5)
-    assert found["length/mean"] == pytest.approx(float(whole.mask.sum(-1).float().mean()))
+    expected = {
+        "kl/k1": delta.mean(),
+        "kl/k3": k3[whole.mask].mean(),
+        "kl/k3_sequence": (k3 * whole.mask).sum(-1).mean(),
+        "kl/log_ratio_max": delta.abs().max(),
+        "kl/log_ratio_p99": delta.abs().sort().values[int(0.99 * len(delta))],
+        "kl/log_ratio_clamped": (delta.abs() > 0.3).float().mean(),
+        "length/mean": whole.mask.sum(-1).float().mean(),
+    }
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(float(value)), name
     assert window.emit(Alone()) == {}

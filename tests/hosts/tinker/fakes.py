@@ -16,7 +16,7 @@ class FakeDatum:
     loss_fn_inputs: dict
 
 
-def fake_datum(prompt, response, generator, *, advantage=None, off=0.4, **changes):
+def fake_datum(prompt, response, generator):
     """A datum of `prompt` and `response` tokens whose response rows are random and whose prompt rows are 0."""
 
     def row(values):
@@ -26,30 +26,27 @@ def fake_datum(prompt, response, generator, *, advantage=None, off=0.4, **change
         return torch.rand(response, generator=generator, dtype=torch.float64)
 
     sampler = -0.1 - 2 * noise()
-    drawn = torch.randn(response, generator=generator, dtype=torch.float64)
-    spread = drawn if advantage is None else torch.full_like(drawn, advantage)
     inputs = {
         "target_tokens": torch.arange(prompt + response - 1),
-        "advantages": row(spread),
+        "advantages": row(torch.randn(response, generator=generator, dtype=torch.float64)),
         "logprobs": row(sampler),
         "ref_logprobs": row(-0.1 - 2 * noise()),
         "mask": row(torch.ones(response, dtype=torch.float64)),
     }
-    policy = row((sampler + off * (noise() - 0.5)).clamp(max=-0.01))
+    policy = row((sampler + 0.4 * (noise() - 0.5)).clamp(max=-0.01))
     policy[: prompt - 1] = -3.0  # what a model says about the prompt
-    return FakeDatum(inputs | changes), policy.requires_grad_(True)
+    return FakeDatum(inputs), policy.requires_grad_(True)
 
 
-def fake_batch(sizes=((3, 4), (3, 2), (2, 5), (2, 1)), *, seed=0, **changes):
+def fake_batch(sizes=((3, 4), (3, 2), (2, 5), (2, 1)), *, seed=0):
     """Datums and the policy's log-probabilities, one (prompt, response) length each."""
     generator = torch.Generator().manual_seed(seed)
-    pairs = [fake_datum(prompt, response, generator, **changes) for prompt, response in sizes]
-    return [datum for datum, _ in pairs], [policy for _, policy in pairs]
+    data, policies = zip(*(fake_datum(prompt, response, generator) for prompt, response in sizes), strict=True)
+    return list(data), list(policies)
 
 
-def column(data, name, *, boolean=False):
-    rows = pad_sequence([datum.loss_fn_inputs[name] for datum in data], batch_first=True)
-    return rows != 0 if boolean else rows
+def column(data, name):
+    return pad_sequence([datum.loss_fn_inputs[name] for datum in data], batch_first=True)
 
 
 def slopes(loss, policies):

@@ -44,9 +44,8 @@ def test_a_custom_loss_over_the_wire(kind, kl, trainer, reference, standin):
     (verdict,) = verdicts
     assert (verdict.ok, verdict.kl) == (kl == "reverse", kl), str(verdict)
     assert abs(verdict.beta) == pytest.approx(BETA, rel=1e-3)
-    found = over_the_wire(standin)
+    with_it = over_the_wire(standin)
     for tensor in standin.weights().values():
         tensor.grad.zero_()
     trainer.forward_backward_custom(data, custom(kind, None)).result()
-    again = over_the_wire(standin)
-    assert all(torch.equal(x, again[name]) for name, x in found.items())
+    assert all(torch.equal(x, with_it[name]) for name, x in over_the_wire(standin).items())

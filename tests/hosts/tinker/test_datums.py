@@ -30,8 +30,8 @@ def test_alignment():
         "mask": [0, 0, 1, 1],
         "ref_logprobs": [0, 0, -1.5, -0.75],
     }
-    assert {value.dtype for name, value in datum.loss_fn_inputs.items() if name != "target_tokens"} == {"float32"}
-    assert datum.loss_fn_inputs["target_tokens"].dtype == "int64"
+    dtypes = {name: "int64" if name == "target_tokens" else "float32" for name in datum.loss_fn_inputs}
+    assert {name: value.dtype for name, value in datum.loss_fn_inputs.items()} == dtypes
 
 
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
@@ -51,7 +51,7 @@ def test_tokens_that_are_not_trained_on_have_no_advantage_and_numbers_are_per_to
         "mask": [1, 0],
         "kl_mask": [1, 0],
     }
-    assert {value.dtype for name, value in datum.loss_fn_inputs.items() if name != "target_tokens"} == {"float32"}
+    assert datum.loss_fn_inputs["kl_mask"].dtype == "float32"
 
 
 def test_stripping_leaves_what_a_built_in_loss_takes_and_the_datum_as_it_was():
@@ -64,21 +64,11 @@ def test_stripping_leaves_what_a_built_in_loss_takes_and_the_datum_as_it_was():
 
 
 def test_stripping_a_mask_takes_the_advantages_that_it_hid():
-    inputs = {"advantages": [1.0, 1.0], "mask": [0.0, 1.0], "logprobs": [-1.0, -1.0], "weights": [1.0, 1.0]}
-    datum = tinker.Datum(
-        model_input=tinker.ModelInput.from_ints([1, 2]),
-        loss_fn_inputs={
-            "target_tokens": torch.tensor([2, 3]),
-            **{name: torch.tensor(values) for name, values in inputs.items()},
-        },
-    )
+    values = {"advantages": [1.0, 1.0], "mask": [0.0, 1.0], "logprobs": [-1.0, -1.0], "weights": [1.0, 1.0]}
+    inputs = {name: torch.tensor(row) for name, row in values.items()} | {"target_tokens": torch.tensor([2, 3])}
+    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
     (stripped,) = strip_for_builtin([datum])
-    assert rows(stripped) == {
-        "target_tokens": [2, 3],
-        "advantages": [0, 1],
-        "logprobs": [-1, -1],
-        "weights": [1, 1],
-    }
+    assert rows(stripped) == {"target_tokens": [2, 3], "advantages": [0, 1], "logprobs": [-1, -1], "weights": [1, 1]}
 
 
 @pytest.mark.parametrize(
@@ -86,15 +76,10 @@ def test_stripping_a_mask_takes_the_advantages_that_it_hid():
     [
         ({"prompt": []}, DataError, "at least one token of prompt"),
         ({"response": [], "logprobs": []}, DataError, "at least one token of prompt"),
-        *(
-            ({name: values}, ShapeError, f"{name} does not have one number per token")
-            for name, values in {
-                "logprobs": [-0.5],
-                "ref_logprobs": [0.0, *REF],
-                "advantages": [1.0],
-                "mask": [1],
-            }.items()
-        ),
+        ({"logprobs": [-0.5]}, ShapeError, "logprobs does not have one number per token"),
+        ({"ref_logprobs": [0.0, *REF]}, ShapeError, "ref_logprobs does not have one number per token"),
+        ({"advantages": [1.0]}, ShapeError, "advantages does not have one number per token"),
+        ({"mask": [1]}, ShapeError, "mask does not have one number per token"),
         ({"logprobs": [-0.5, None]}, DataError, "logprobs is not a row of numbers"),
         ({"prompt": [5, 1.5, 7]}, DataError, r"^prompt must hold token ids\n  got: 1.5 \(float\) at position 1"),
         ({"response": torch.tensor([8.0, 9.0])}, DataError, r"^response must hold token ids\n  got: 8.0"),
@@ -134,8 +119,7 @@ def test_rows_are_padded_on_the_right_and_count_nothing_there() -> None:
 
 def test_without_a_mask_every_position_counts_that_says_something() -> None:
     says_little = {"advantages": torch.tensor([0.0, 0.0, 2.0]), "logprobs": torch.zeros(3), "ref_logprobs": None}
-    given = read_rows([datum(mask=None, **says_little)])
-    assert given.mask.tolist() == [[False, False, True]]
+    assert read_rows([datum(mask=None, **says_little)]).mask.tolist() == [[False, False, True]]
     assert read_rows([datum(mask=None)], reference=True).mask.tolist() == [[False, True, True]]
 
 
@@ -158,46 +142,33 @@ def test_what_is_no_list_of_datums_is_refused(data: Any) -> None:
         read_rows([datum(), FakeDatum([])])  # pyright: ignore
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        *(
-            ({name: None}, DataError, f"datum 0 has no '{name}'")
-            for name in ("target_tokens", "advantages", "logprobs")
-        ),
-        *(
-            ({name: torch.ones(2)}, ShapeError, f"datum 0: {name} does not have one number per token")
-            for name in ("advantages", "logprobs", "ref_logprobs", "mask")
-        ),
-        ({"target_tokens": torch.zeros(1, 3)}, ShapeError, "datum 0: target_tokens does not have one number"),
-        ({"logprobs": [0.0, None, -1.0]}, DataError, "datum 0: logprobs is not a row of numbers"),
-        ({"logprobs": torch.tensor([0.0, float("nan"), -1.0])}, NonFiniteError, "datum 0: logprobs holds"),
-        ({"ref_logprobs": torch.tensor([0.0, 0.5, -1.0])}, DataError, "datum 0: ref_logprobs holds"),
-        ({"advantages": torch.tensor([0.0, float("inf"), 1.0])}, NonFiniteError, "datum 0: an advantage is"),
-        ({"mask": torch.zeros(3)}, EmptyMaskError, "no datum has a token to train on"),
-    ],
-)
+BAD = [
+    *(({name: None}, DataError, f"datum 0 has no '{name}'") for name in ("target_tokens", "advantages", "logprobs")),
+    *(
+        ({name: torch.ones(2)}, ShapeError, f"datum 0: {name} does not have one number per token")
+        for name in ("advantages", "logprobs", "ref_logprobs", "mask")
+    ),
+    ({"target_tokens": torch.zeros(1, 3)}, ShapeError, "datum 0: target_tokens does not have one number"),
+    ({"logprobs": [0.0, None, -1.0]}, DataError, "datum 0: logprobs is not a row of numbers"),
+    ({"logprobs": torch.tensor([0.0, float("nan"), -1.0])}, NonFiniteError, "datum 0: logprobs holds"),
+    ({"ref_logprobs": torch.tensor([0.0, 0.5, -1.0])}, DataError, "datum 0: ref_logprobs holds"),
+    ({"advantages": torch.tensor([0.0, float("inf"), 1.0])}, NonFiniteError, "datum 0: an advantage is"),
+    ({"mask": torch.zeros(3)}, EmptyMaskError, "no datum has a token to train on"),
+    ({"policy": []}, ShapeError, "logprobs_list does not hold one row"),
+    ({"policy": None}, ShapeError, "logprobs_list does not hold one row"),
+    ({"policy": [[-1.0, -1.0, -1.0]]}, TensorError, r"logprobs_list\[0\] must be a torch.Tensor"),
+    ({"policy": [torch.tensor([7, 8, 9])]}, TensorError, r"logprobs_list\[0\] must hold floating-point numbers"),
+    ({"policy": [torch.zeros(4)]}, ShapeError, "datum 0: the policy's row does not have one number"),
+    ({"policy": [torch.tensor([0.0, float("nan"), 0.0])]}, NonFiniteError, "datum 0: the policy's row"),
+    ({"policy": [torch.ones(3)]}, DataError, "datum 0: the policy's row"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), BAD)
 def test_a_bad_row_is_refused_with_its_datum(changes: dict[str, Any], error: type[KlampError], words: str) -> None:
+    of_datum = {name: row for name, row in changes.items() if name != "policy"}
     with pytest.raises(error, match=f"^{words}") as caught:
-        read_rows([datum(**changes)])
-    assert caught.value.got and caught.value.why and caught.value.fix
-
-
-@pytest.mark.parametrize(
-    ("logprobs", "error", "words"),
-    [
-        ([], ShapeError, "logprobs_list does not hold one row"),
-        (None, ShapeError, "logprobs_list does not hold one row"),
-        ([[-1.0, -1.0, -1.0]], TensorError, r"logprobs_list\[0\] must be a torch.Tensor"),
-        ([torch.tensor([7, 8, 9])], TensorError, r"logprobs_list\[0\] must hold floating-point numbers"),
-        ([torch.zeros(4)], ShapeError, "datum 0: the policy's row does not have one number"),
-        ([torch.tensor([0.0, float("nan"), 0.0])], NonFiniteError, "datum 0: the policy's row"),
-        ([torch.ones(3)], DataError, "datum 0: the policy's row"),
-    ],
-)
-def test_the_policys_rows_are_checked_by_name(logprobs: Any, error: type[KlampError], words: str) -> None:
-    with pytest.raises(error, match=f"^{words}") as caught:
-        read_rows([datum()]).policy(logprobs)
+        read_rows([datum(**of_datum)]).policy(changes.get("policy", [torch.full((3,), -1.0)]))
     assert caught.value.got and caught.value.why and caught.value.fix
 
 

@@ -63,15 +63,12 @@ def test_what_stands_where_the_mask_is_0_does_not_matter():
         for datum, policy in zip(data, policies, strict=True):
             policy[datum.loss_fn_inputs["mask"] == 0] = -INF
     after, _ = compute_grpo_kl_loss(data, policies, kl_coef=0.5)
-    assert after.item() == before.item()
-    assert bool(slopes(after, policies).isfinite().all())
+    assert after.item() == before.item() and bool(slopes(after, policies).isfinite().all())
 
 
 def test_the_reference_is_watched_at_coefficient_0_where_there_is_one():
-    data, policies = fake_batch()
-    _, metrics = compute_grpo_kl_loss(data, policies, kl_coef=0.0)
-    assert metrics["kl/k3"] > 0
-    assert "train/kl_penalty" not in metrics
+    _, metrics = compute_grpo_kl_loss(*fake_batch(), kl_coef=0.0)
+    assert metrics["kl/k3"] > 0 and "train/kl_penalty" not in metrics
     assert {type(value) for value in metrics.values()} == {float}
 
 
@@ -86,8 +83,7 @@ def test_a_gradient_that_overflows_is_refused_and_a_bound_of_the_log_ratio_helps
     assert metrics["kl/k3_saturated"] == pytest.approx(1 / 12)
     assert metrics["kl/k3"] == math.inf, "what is measured is not bounded"
     loss, metrics = compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.1, kl_max_log_ratio=20))
-    assert metrics["kl/k3_saturated"] == 0
-    assert bool(slopes(loss, policies).isfinite().all())
+    assert metrics["kl/k3_saturated"] == 0 and bool(slopes(loss, policies).isfinite().all())
     assert metrics["kl/log_ratio_clamped"] == pytest.approx(1 / 12)
 
 
@@ -103,14 +99,11 @@ def test_a_clip_needs_whole_groups_and_a_reference_length():
     assert metrics["kl/budget"] == pytest.approx(0.1 * 5)
 
 
+CLIP = {"kl_clip_method": "hard", "kl_clip_threshold": 0.5, "use_per_token_kl_threshold": False}
 CONFIGURATIONS = {
     "kl_coef": {"kl_coef": 0.3},
     "sequence": {"kl": KLConfig(beta=0.3, kl_horizon="sequence", kl_off_policy="sequence")},
-    "clip": {
-        "kl": KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.5, use_per_token_kl_threshold=False),
-        "group_size": 2,
-        "loss": LossConfig(loss_type="grpo"),
-    },
+    "clip": {"kl": KLConfig(beta=0.3, **CLIP), "group_size": 2, "loss": LossConfig(loss_type="grpo")},
     "advantage": {"kl": KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")},
 }
 
@@ -119,44 +112,38 @@ CONFIGURATIONS = {
 def test_the_gradient_over_the_wire_is_that_of_autograd(trainer, reference, standin, name):
     data, options = datums(reference), CONFIGURATIONS[name]
     move(trainer, data)
-    with warnings.catch_warnings():
-        for kind in (FutureWarning, DeprecationWarning):
-            warnings.simplefilter("error", kind)
+    with warnings.catch_warnings(action="error", category=FutureWarning):
+        warnings.simplefilter("error", DeprecationWarning)
         result = forward_backward_kl(trainer, data, **options).result()
-    found = over_the_wire(standin)
     value, expected = by_autograd(standin, data, functools.partial(compute_grpo_kl_loss, **options))
-    assert_same_gradient(found, expected)
+    assert_same_gradient(over_the_wire(standin), expected)
     assert result.metrics["train/loss"] == pytest.approx(value, abs=1e-6)
     assert result.metrics["kl/k3"] > 1e-3
 
 
 def test_bad_data_is_refused_before_anything_is_sent(trainer, reference, standin):
-    data = datums(reference)
-    requests = standin.requests.total()
-    broken = datums(reference)
+    broken, asked = datums(reference), standin.requests["forward_backward"]
     del broken[2].loss_fn_inputs["ref_logprobs"]
-    asked = standin.requests["forward_backward"]
     with pytest.raises(DataError, match="datum 2 has no 'ref_logprobs'"):
         forward_backward_kl(trainer, broken, 0.3)
     broken[2].loss_fn_inputs["ref_logprobs"] = tinker.TensorData.from_torch(torch.full((5,), math.nan))
     with pytest.raises(NonFiniteError, match="datum 2: ref_logprobs"):
         forward_backward_kl(trainer, broken, 0.3)
     assert standin.requests["forward_backward"] == asked
-    assert requests > 0
-    assert forward_backward_kl(trainer, data, 0.3).result().metrics["train/denominator"] == 10
 
 
 def test_nan_from_the_service_ends_the_step_and_names_the_datum(trainer, reference, standin):
-    data = datums(reference)
     standin.inject(Fault(kind="nan", route="forward_backward"))
     with pytest.raises(NonFiniteError, match="datum 0: the policy's row"):
-        forward_backward_kl(trainer, data, 0.3).result()
+        forward_backward_kl(trainer, datums(reference), 0.3).result()
     assert all(tensor.grad is None for tensor in standin.weights().values())
 
 
 def test_a_client_that_nobody_has_awaited_is_waited_for(service, standin, reference):
     pending = service.create_lora_training_client(base_model=standin.base_model, rank=4)
+    asked = standin.requests["forward_backward"]
     assert forward_backward_kl(pending, datums(reference), 0.3).result().metrics["train/denominator"] == 10
+    assert standin.requests["forward_backward"] > asked
 
 
 IN_REWARD = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
@@ -203,10 +190,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_length": 1.5}, "max_length must be a whole number"),
     ({"totals": (4, 40, 40)}, "totals must be a Totals"),
     ({"kl": KLConfig(beta=0.1, kl_estimator="exact")}, "kl_estimator='exact' cannot be honoured by Tinker"),
-    (
-        {"loss": LossConfig(rollout_rs="seq_max_exact", rollout_rs_threshold=0.1)},
-        "rollout_rs='seq_max_exact' cannot be",
-    ),
+    ({"loss": LossConfig(rollout_rs="seq_max_exact", rollout_rs_threshold=0.1)}, "rollout_rs='seq_max_exact' cannot"),
     ({"kl": KLConfig(beta=0.1, **IN_REWARD), "loss": LossConfig(scale_rewards="std")}, "the KL in the reward cannot"),
     ({"kl": KLConfig(kl_normalizer="sequence_mean"), "normalizer": "token_sum"}, "normalizer='token_sum' cannot be"),
 ]
@@ -218,6 +202,9 @@ def test_a_bad_argument_is_refused_in_words(arguments: dict[str, Any], words: st
     with pytest.raises(ConfigError, match=f"^{words}") as caught:
         LossCall(**arguments)
     assert caught.value.why and caught.value.fix
+
+
+def test_an_unknown_normalizer_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="token_sum"):
         LossCall(normalizer="token_sun")  # type: ignore[arg-type]
 
@@ -249,11 +236,10 @@ def test_a_controller_or_schedule_moves_nothing_unless_the_caller_does() -> None
 
 
 def test_a_kl_in_the_reward_is_the_callers_to_take() -> None:
-    data, policies = fake_batch()
-    plain, _ = compute_grpo_kl_loss(data, policies, 0.0)
+    plain, _ = compute_grpo_kl_loss(*fake_batch(), 0.0)
     with pytest.warns(KLWarning, match="kl_placement='reward' has no effect"):
-        found, _ = compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.3, **IN_REWARD))
-    assert found.item() == plain.item()
+        loss, _ = compute_grpo_kl_loss(*fake_batch(), kl=KLConfig(beta=0.3, **IN_REWARD))
+    assert loss.item() == plain.item()
     assert effective(kl=KLConfig(beta=0.3, **IN_REWARD)).terms[0].price == "0.3 reward per nat of a whole completion"
 
 
@@ -262,11 +248,10 @@ IGNORED = [(cls, field) for cls, field in FIELDS if "tinker" in field.metadata.g
 
 @pytest.mark.parametrize(("cls", "field"), IGNORED, ids=[field.name for _, field in IGNORED])
 def test_a_field_that_no_call_reads_is_named_in_a_warning(cls: Any, field: Any) -> None:
-    name, changed = field.name, accepted(cls, field, loss_type="dapo") if cls is LossConfig else accepted(cls, field)
-    kl, loss = (changed, LossConfig(loss_type="dapo")) if cls is KLConfig else (KLConfig(), changed)
-    data, policies = fake_batch()
-    plain, _ = compute_grpo_kl_loss(data, policies)
-    with pytest.warns(KLWarning, match=f"{name}=.* has no effect"):
-        found, _ = compute_grpo_kl_loss(data, policies, kl=kl, loss=loss)
-    assert found.item() == plain.item()
-    assert f"{name}=" in notes(kl=kl, loss=loss)
+    plain, _ = compute_grpo_kl_loss(*fake_batch())
+    given = {"loss": LossConfig(loss_type="dapo")}
+    given |= {"kl": accepted(cls, field)} if cls is KLConfig else {"loss": accepted(cls, field, loss_type="dapo")}
+    with pytest.warns(KLWarning, match=f"{field.name}=.* has no effect"):
+        loss, _ = compute_grpo_kl_loss(*fake_batch(), **given)
+    assert loss.item() == plain.item()
+    assert f"{field.name}=" in notes(**given)

@@ -2,8 +2,9 @@
 
 import asyncio
 import concurrent.futures
+import functools
 import math
-import warnings
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ PROMPTS = [[1, 2, 3], [1, 2, 3], [4, 5], [4, 5]]
 RESPONSES = [[10], [11, 12], [13, 14, 15], [16, 17]]
 
 
-def compute(client, prompts=PROMPTS, responses=RESPONSES, *, run=asyncio.run, **options):
+def compute(client, prompts=PROMPTS, responses=RESPONSES, *, run=skipping, **options):
     return run(compute_reference_logprobs(client, prompts, responses, **options))
 
 
@@ -30,14 +31,14 @@ def expected(prompts=PROMPTS, responses=RESPONSES):
 
 def test_the_order_is_that_of_the_responses_whichever_answers_first():
     client = FakeSampler(delays={10: 0.03, 12: 0.02, 15: 0.01})
-    assert compute(client, run=skipping) == expected()
+    assert compute(client) == expected()
     assert client.asked == [[*p, *r] for p, r in zip(PROMPTS, RESPONSES, strict=True)]
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 64])
 def test_no_more_requests_at_a_time_than_asked_for(concurrency):
     client = FakeSampler(delays=dict.fromkeys((10, 12, 15, 17), 0.005))
-    compute(client, concurrency=concurrency, run=skipping)
+    compute(client, concurrency=concurrency)
     assert client.most == min(concurrency, 4)
 
 
@@ -66,11 +67,9 @@ def test_answers_of_another_length_are_refused(count):
         compute(FakeSampler(faults={15: [[-1.0] * count]}))
 
 
-REQUEST = httpx.Request("POST", "http://127.0.0.1/asample")
-
-
 def status(code):
-    return tinker.APIStatusError("status", response=httpx.Response(code, request=REQUEST), body=None)
+    request = httpx.Request("POST", "http://127.0.0.1/asample")
+    return tinker.APIStatusError("status", response=httpx.Response(code, request=request), body=None)
 
 
 @pytest.mark.parametrize("error", [status(503), ValueError("bug")], ids=repr)
@@ -83,57 +82,48 @@ def test_what_the_sdk_gives_up_ends_it(error):
 def test_it_ends_at_once_and_leaves_nothing_behind():
     client = FakeSampler(faults={10: [status(400)]}, delays={12: 30, 15: 30, 17: 30})
     with pytest.raises(ModelError, match="sequence 0: the reference refuses .*\n  got: APIStatusError: status"):
-        compute(client, run=skipping)
+        compute(client)
     assert client.now == 0 and sorted(client.cancelled) == [12, 15, 17], "nobody waited for the others' answers"
 
 
 def test_a_client_that_never_answers_runs_into_the_timeout():
     client = FakeSampler(delays={15: 3600})
     with pytest.raises(ModelError, match="sequence 2: the reference did not answer in time\n  got: nothing within 2 s"):
-        compute(client, timeout=2, run=skipping)
+        compute(client, timeout=2)
     assert client.now == 0
 
 
 class _Suffix(FakeSampler):
     """The newer form: an awaitable, and a suffix on request."""
 
-    suffixes: list
+    suffixes = ()
 
-    def compute_logprobs(self, prompt, prompt_logprobs_last_n=None):
-        self.suffixes = [*getattr(self, "suffixes", []), prompt_logprobs_last_n]
-
-        async def run():
-            answer = await self.answer(prompt)
-            if prompt_logprobs_last_n is None:
-                return answer
-            return [None] * (len(answer) - prompt_logprobs_last_n) + answer[-prompt_logprobs_last_n:]
-
-        return run()
+    async def compute_logprobs(self, prompt, prompt_logprobs_last_n=None):
+        self.suffixes = (*self.suffixes, prompt_logprobs_last_n)
+        answer = await self.answer(prompt)
+        return [None] * (len(answer) - prompt_logprobs_last_n) + answer[-prompt_logprobs_last_n:]
 
 
 def test_only_the_response_is_scored_where_the_client_can():
     client = _Suffix()
     assert compute(client) == expected()
-    assert client.suffixes == [1, 2, 3, 2]
+    assert client.suffixes == (1, 2, 3, 2)
 
 
-class _Older:
+def test_a_client_of_plain_futures():
     """The form before awaitable futures: a plain concurrent future, and no suffix."""
 
-    def compute_logprobs(self, prompt):
+    def compute_logprobs(prompt):
         future = concurrent.futures.Future()
         future.set_result(score(prompt.to_ints()))
         return future
 
-
-def test_a_client_of_plain_futures():
-    assert compute(_Older()) == expected()
+    assert compute(SimpleNamespace(compute_logprobs=compute_logprobs)) == expected()
 
 
 def test_refusals():
-    words = "must hold one list of token ids per response"
     for prompts in (PROMPTS[:-1], None, 7):
-        with pytest.raises(DataError, match=words) as caught:
+        with pytest.raises(DataError, match="must hold one list of token ids per response") as caught:
             compute(FakeSampler(), prompts)
         assert caught.value.got and caught.value.why and caught.value.fix
     with pytest.raises(DataError, match="sequence 1: the prompt is empty"):
@@ -144,41 +134,30 @@ def test_refusals():
         compute(FakeSampler(), timeout=0)
 
 
-def of_the_model(prompts, responses):
+@functools.cache
+def of_the_model():
     """What the base model says, by a plain forward pass."""
-    model, found = tiny_model().eval(), []
-    for prompt, response in zip(prompts, responses, strict=True):
+    model, rows = tiny_model().eval(), []
+    for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *response]])).logits[0].log_softmax(-1)
-        found.append([float(logits[len(prompt) - 1 + t, token]) for t, token in enumerate(response)])
-    return found
+        row = [float(logits[len(prompt) - 1 + t, token]) for t, token in enumerate(response)]
+        rows.append(pytest.approx(row, abs=1e-5))
+    return rows
 
 
-def close(rows):
-    return [pytest.approx(row, abs=1e-5) for row in rows]
-
-
+@pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
 def test_over_http_without_a_warning(reference):
-    with warnings.catch_warnings():
-        for kind in (FutureWarning, DeprecationWarning):
-            warnings.simplefilter("error", kind)
-        found = compute(reference)
-    assert found == close(of_the_model(PROMPTS, RESPONSES))
+    assert compute(reference, run=asyncio.run) == of_the_model()
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"kind": "status", "status": 503},
-        {"kind": "drop"},
-        {"kind": "short", "times": None},
-        {"kind": "slow", "seconds": 0.2},
-    ],
-    ids=lambda fault: fault["kind"],
-)
-def test_over_http_with_one_of_many_requests_in_trouble(reference, standin, fault):
-    standin.inject(Fault(route="asample", scoring=True, **{"after": 2} | fault))
-    assert compute(reference) == close(of_the_model(PROMPTS, RESPONSES))
+TROUBLE = {"status": {"status": 503}, "drop": {}, "short": {"times": None}, "slow": {"seconds": 0.2}}
+
+
+@pytest.mark.parametrize("kind", TROUBLE)
+def test_over_http_with_one_of_many_requests_in_trouble(reference, standin, kind):
+    standin.inject(Fault(kind=kind, route="asample", scoring=True, after=2, **TROUBLE[kind]))
+    assert compute(reference, run=asyncio.run) == of_the_model()
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
@@ -189,5 +168,5 @@ def test_a_client_that_nobody_has_awaited_is_awaited(service, standin, caplog):
         client = service.create_sampling_client(base_model=standin.base_model)
         return await compute_reference_logprobs(client, PROMPTS, RESPONSES)
 
-    assert asyncio.run(scenario()) == close(of_the_model(PROMPTS, RESPONSES))
+    assert asyncio.run(scenario()) == of_the_model()
     assert "async context" not in caplog.text and "Stack for calling sync" not in caplog.text

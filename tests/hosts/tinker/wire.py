@@ -15,29 +15,25 @@ RESPONSES = [[10, 11, 12], [13], [14, 15, 16, 17], [18, 19]]
 ADVANTAGES = [1.0, -0.5, 0.7, -1.2]
 
 
-def datums(reference, *, off=0.3, **changes):
+@functools.cache
+def scored(reference):
+    return asyncio.run(compute_reference_logprobs(reference, PROMPTS, RESPONSES))
+
+
+def datums(reference, **changes):
     """Datums whose sampler is a little away from the reference, so that ratios and KL are not trivial."""
-    ref = asyncio.run(compute_reference_logprobs(reference, PROMPTS, RESPONSES))
-    generator = torch.Generator().manual_seed(0)
-    sampler = [[x + off * (float(torch.rand((), generator=generator)) - 0.5) for x in row] for row in ref]
+    ref, generator = scored(reference), torch.Generator().manual_seed(0)
+    sampler = [[x + 0.3 * (float(torch.rand((), generator=generator)) - 0.5) for x in row] for row in ref]
     rows = zip(PROMPTS, RESPONSES, ADVANTAGES, sampler, ref, strict=True)
     return [build_datum(*row, **changes) for row in rows]
 
 
 def move(trainer, data):
-    trainer.forward_backward(
-        [
-            tinker.Datum(
-                model_input=datum.model_input,
-                loss_fn_inputs={
-                    "target_tokens": datum.loss_fn_inputs["target_tokens"],
-                    "weights": datum.loss_fn_inputs["mask"],
-                },
-            )
-            for datum in data[:2]
-        ],
-        "cross_entropy",
-    ).result()
+    taught = []
+    for datum in data[:2]:
+        inputs = {"target_tokens": datum.loss_fn_inputs["target_tokens"], "weights": datum.loss_fn_inputs["mask"]}
+        taught.append(tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs))
+    trainer.forward_backward(taught, "cross_entropy").result()
     trainer.optim_step(tinker.AdamParams(learning_rate=3e-2)).result()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +22,7 @@ from klamp.hosts.verl.driver import BETA, TRAINER, Driver, StepSettings, by_prom
 from klamp.hosts.verl.overrides import LOSS_FIELDS, name_of
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:kl_controller:klamp.errors.KLWarning"),
-    pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
 SETTINGS = StepSettings(loss_agg_mode="token-mean", group_size=2, beta=0.3, price=Price(beta=0.3), leave_one_out=False)
 LENGTHS, PROMPTS = torch.tensor([3, 1, 2, 3]), ["b", "a", "b", "a"]
@@ -50,10 +47,6 @@ def of(kl: KLConfig, settings: StepSettings = SETTINGS, tokenizer: Any = None) -
     return columns(sampled(), PROMPTS, KLControl(kl), tokenizer, settings)
 
 
-def k3(delta: torch.Tensor) -> torch.Tensor:
-    return torch.exp(-delta) - 1 + delta
-
-
 def test_the_controller_takes_in_the_kl_of_the_step() -> None:
     kl = KLConfig(beta=0.3, target_kl=0.01)
     control, alone = KLControl(kl), KLControl(kl)
@@ -71,6 +64,8 @@ def test_the_controller_takes_in_the_kl_of_the_step() -> None:
 
 
 class Data(dict[str, Any]):
+    """As much of a batch of verl's as the loss looks at."""
+
     def select(self, *names: str, strict: bool) -> Data:
         return Data({name: self[name] for name in names if name in self})
 
@@ -109,11 +104,8 @@ def test_incomplete_groups_are_refused() -> None:
 
 
 def test_rows_that_fill_up_carry_no_kl_and_the_beta_of_the_others() -> None:
-    kl, tokenizer = (
-        KLConfig(kl_exclude_tokens=(1,), kl_placement="advantage", kl_estimator="k1"),
-        arithmetic_tokenizer(),
-    )
-    order, prompts = [2, 0, 1, 2, 3], [None, *PROMPTS]
+    kl = KLConfig(kl_exclude_tokens=(1,), kl_placement="advantage", kl_estimator="k1")
+    order, prompts, tokenizer = [2, 0, 1, 2, 3], [None, *PROMPTS], arithmetic_tokenizer()
     whole = {name: x[order] for name, x in sampled().items()}
     filled, metrics = columns(whole, prompts, KLControl(kl), tokenizer, SETTINGS)
     alone, measured = of(kl, tokenizer=tokenizer)
@@ -148,9 +140,7 @@ class Trainer:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> type[Trainer]:
     """A trainer class that nothing has hooked yet, where verl has its own."""
     fresh = type("PPOTrainer", (Trainer,), {name: vars(Trainer)[name] for name in vars(Trainer) if name[1:2] != "_"})
-    module: Any = ModuleType(TRAINER)
-    module.PPOTrainer = fresh
-    monkeypatch.setitem(sys.modules, TRAINER, module)
+    monkeypatch.setitem(sys.modules, TRAINER, SimpleNamespace(PPOTrainer=fresh))
     return fresh
 
 
@@ -166,32 +156,27 @@ def config(folder: Path, kl: KLConfig = HELD, **changes: Any) -> dict[str, Any]:
 
 
 def test_it_drives_what_needs_it_and_nothing_else(tmp_path: Path) -> None:
-    assert Driver(config(tmp_path)).control is not None
     for actor in ({"use_kl_loss": False}, {"kl_loss_type": "low_var_kl"}, {"kl_loss_type": "klamp"}):
         driver = Driver(config(tmp_path, actor=actor))
         assert driver.control is None and driver.extend(lambda: "the batch", None, None, {}) == "the batch"
 
 
 def test_a_target_with_few_prompts_is_warned_of(tmp_path: Path) -> None:
-    few = config(tmp_path) | {"data": {"train_batch_size": 4}}
     with pytest.warns(KLWarning, match="target_kl=0.05 may be missed with 4 prompts per step"):
-        Driver(few)
+        Driver(config(tmp_path) | {"data": {"train_batch_size": 4}})
 
 
 def test_the_controller_goes_with_the_checkpoint(tmp_path: Path, trainer: type[Trainer]) -> None:
-    driver = Driver(config(tmp_path))
+    driver, folder = Driver(config(tmp_path)), tmp_path / "global_step_1"
     assert driver.control is not None
     driver.control.update(0.5)
-    trainer(driver, expected=tmp_path / "global_step_1" / "klamp_state.json")._save_checkpoint()
-    again = Driver(config(tmp_path))
-    assert trainer(again)._load_checkpoint() == "loaded"
-    assert again.control is not None and again.control.state_dict() == driver.control.state_dict()
-    assert again.control.controller.value != 0.3
+    trainer(driver, expected=folder / "klamp_state.json")._save_checkpoint()
     elsewhere = config(tmp_path / "other")
-    elsewhere["trainer"] |= {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_1")}
-    moved = Driver(elsewhere)
-    trainer(moved)._load_checkpoint()
-    assert moved.control is not None and moved.control.state_dict() == driver.control.state_dict()
+    elsewhere["trainer"] |= {"resume_mode": "resume_path", "resume_from_path": str(folder)}
+    for again in (Driver(config(tmp_path)), Driver(elsewhere)):
+        assert trainer(again)._load_checkpoint() == "loaded"
+        assert again.control is not None and again.control.state_dict() == driver.control.state_dict()
+        assert again.control.controller.value != 0.3
 
 
 def test_a_checkpoint_of_another_kind_is_told(tmp_path: Path, trainer: type[Trainer]) -> None:
