@@ -21,7 +21,7 @@ def test_001_the_starter(tmp_path, penalty) -> None:
     parts = ["Running Quick Tests", "✅ masked_mean works! Result: 1.5000", "All Tests Passed!", "Step 1 | Loss: "]
     positions = [printed.index(part) for part in parts]
     assert positions == sorted(positions)
-    assert printed.count("✅") == 3 and "printed 0.0000" in printed
+    assert printed.count("✅") == 4 and "printed 0.0000" in printed
     penalties = [float(re.search(STEP.format(step), printed, re.MULTILINE)[1]) for step in (1, 2, 3)]  # type: ignore[index]
     logged = scalars(tmp_path)
     assert logged["train/kl_penalty"] == pytest.approx(penalties, abs=6e-5)
