@@ -7,23 +7,21 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from tests.ablation.rewards import FOLDER
 from tests.training import rewards
 from tests.training.conftest import TINY, disturb, rows_of, scores_of, steps_of, stored, tiny_llama
-from tests.waiting import wait_until
+from tests.waiting import wait_for, wait_until
 
 from klamp.cli.ablate import parse_ablate
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
 from klamp.lab import checkpoint
 from klamp.lab.ablate import one_run
-from klamp.lab.ablate import one_run as module
 from klamp.lab.ablate.execute import PLAN, LocalExecutor, check_folder, compare, execute, load_shared
 from klamp.lab.ablate.one_run import evaluate, measured, numbers_of, perform
 from klamp.lab.ablate.plan import Arm, Plan, Run, as_runs, grid, plan_text, run_folder, runs
@@ -31,7 +29,7 @@ from klamp.lab.ablate.results import read_outcome
 from klamp.lab.anchors import LocalReference
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import checkpoint_folders, newest_policy, plain
+from klamp.lab.folders import newest_policy, plain
 from klamp.lab.models import load_model
 from klamp.lab.setup import Context
 from klamp.lab.tasks import arithmetic_tokenizer
@@ -41,65 +39,46 @@ from klamp.scoring.scorer import Scorer
 
 pytestmark = pytest.mark.slow
 
-REWARD = "tests.ablation.rewards:digits_or_trouble"
-TROUBLE = "KLAMP_TEST_TROUBLE"
+ABLATION = "tests.ablation.rewards"
 
 
 class InThisProcess:
-    def __init__(self, performs: Callable[[Run, Path], object] = perform) -> None:
-        self.performs, self.ran = performs, []
-
-    def describe(self) -> str:
-        return "this process"
-
     def run(self, runs, folder, tell) -> None:
+        self.ran = [run.name for run in runs]
         for run in runs:
-            self.ran.append(run.name)
-            self.performs(run, folder)
+            perform(run, folder)
 
 
-def test_runs_that_die_fail_or_are_stopped_are_done_by_the_next_call(plan_with, tmp_path, monkeypatch) -> None:
-    """Two arms, two seeds, real processes. One run is done; one is killed with SIGKILL in its fourth step, one has a
-    reward that raises there, and Ctrl-C stops the last one. Then nothing troubles them any more."""
-    plan = plan_with(reward=REWARD, save_every=2, eval_every=0, max_steps=5)
-    every = runs(plan)
-    names = [run.name for run in every]
-    trouble = {names[1]: "kill", names[2]: "raise", names[3]: "wait", "until": str(tmp_path / "go on")}
-    monkeypatch.setenv(TROUBLE, json.dumps(trouble))
+def test_runs_that_are_killed_or_stopped_are_done_by_the_next_call(plan_with, tmp_path, monkeypatch) -> None:
+    """Real processes: one run is done, one is killed with SIGKILL in its third step, and Ctrl-C stops the last one."""
+    judges = {"fine": "digits", "killed": "kills_once", "stopped": "waits"}
+    arms = tuple(Arm(name=name, values={"reward": f"{ABLATION}:{judge}"}) for name, judge in judges.items())
+    plan = replace(plan_with(seeds=(2,), eval_size=2, save_every=1, eval_every=0, max_steps=3), arms=arms)
+    folders = [run_folder(tmp_path, run) for run in runs(plan)]
+    monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    folders = [run_folder(tmp_path / "out", run) for run in every]
 
     def interrupt() -> None:
-        """Ctrl-C once the others have ended and the last one has taken two steps; it waits until it was told."""
-        wait_until(lambda: all((own / "outcome.json").exists() for own in folders[:3]))
-        wait_until(lambda: checkpoint_folders(folders[3]) != [])
+        for file in (folders[0] / "outcome.json", folders[1] / "outcome.json", tmp_path / "waiting"):
+            wait_for(file)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1)
-        (tmp_path / "go on").touch()
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(TrainingStopped):
-        execute(plan, tmp_path / "out", LocalExecutor(at_once=2))
-    done, killed, broken, stopped = (read_outcome(own) for own in folders)
+        execute(plan, tmp_path, LocalExecutor(at_once=2))
+    done, killed, stopped = map(read_outcome, folders)
     assert done is not None and done.state == "done" and stopped is None
     assert killed is not None and "SIGKILL" in killed.error and str(folders[1] / "log.txt") in killed.error
-    assert checkpoint.checkpoints(folders[1])[-1].name == "step-000002"
-    assert broken is not None and broken.error.startswith(f"the reward function {REWARD} raised RuntimeError")
-    assert "the state after step 3 is saved" in broken.error
-    assert "Traceback" in (folders[2] / "log.txt").read_text()
-    left = checkpoint.load_state(checkpoint.checkpoints(folders[3])[-1])["step"]
-    assert 2 <= left < 5, "it finished its step and saved it"
+    saved = [checkpoint.checkpoints(own)[-1].name for own in folders]
+    assert saved == ["step-000003", "step-000002", "step-000002"], "what was stopped has finished its step"
 
-    monkeypatch.setenv(TROUBLE, "{}")
     here = InThisProcess()
-    again = execute(plan, tmp_path / "out", here)
-    assert here.ran == names[1:]
-    assert [outcome.state for outcome in again.outcomes] == ["done"] * 4 and again.outcomes[0] == done
-    InThisProcess().run(every, tmp_path / "whole", lambda *_: None)
-    for run, own in zip(every, folders, strict=True):
-        whole = run_folder(tmp_path / "whole", run)
-        assert read_outcome(own) == read_outcome(whole), "never troubled, in another process: the same numbers"
-        assert rows_of(own) == rows_of(whole)
+    again = execute(plan, tmp_path, here)
+    assert here.ran == ["killed_seed-2", "stopped_seed-2"]
+    assert [outcome.state for outcome in again.outcomes] == ["done"] * 3 and again.outcomes[0] == done
+    for run, own in zip(runs(plan), folders, strict=True):
+        assert read_outcome(own) == perform(run, tmp_path / "whole"), "never troubled, in another process"
+        assert rows_of(own) == rows_of(run_folder(tmp_path / "whole", run))
     assert {file.name for file in again.files} == {"table.md", "table.json", "frontier.png"}
 
 
@@ -119,17 +98,15 @@ def test_a_folder_holds_its_plan_and_takes_it_again(tmp_path) -> None:
 
 
 def test_other_files_are_never_written_over(tmp_path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.tex").touch()
-    (tmp_path / "file").touch()
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / PLAN).write_text("a: [")
-    for name in ("full", "file", "damaged"):
+    for name, file, text in (("full", "thesis.tex", ""), ("damaged", PLAN, "a: [")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(text)
+    for folder in (tmp_path / "full", tmp_path / "full" / "thesis.tex", tmp_path / "damaged"):
         with pytest.raises(KlampError):
-            check_folder(tmp_path / name, PLAN_A)
+            check_folder(folder, PLAN_A)
     (tmp_path / "empty").mkdir()
-    for name in ("empty", "none"):
-        check_folder(tmp_path / name, PLAN_A)
+    check_folder(tmp_path / "empty", PLAN_A)
+    check_folder(tmp_path / "none", PLAN_A)
 
 
 @pytest.mark.parametrize(
@@ -142,16 +119,12 @@ def test_inputs_that_cannot_be_used_are_refused_before_any_run(plan_with, change
         load_shared(runs(replace(plan_with(seeds=(0,)), arms=arms)))
 
 
-NUMBERS = {"kl/reverse", "kl/forward", "kl/reverse_sequence", "kl/forward_sequence", "length", "reward", "entropy"}
-NUMBERS |= {"beta"}
-
-
 @pytest.fixture
 def run(plan_with) -> Run:
     return runs(plan_with())[1]
 
 
-def test_a_run_leaves_its_files_and_its_outcome(run, tmp_path) -> None:
+def test_a_run_leaves_its_files_and_its_outcome_and_is_trained_once(run, tmp_path) -> None:
     outcome = perform(run, tmp_path)
     own = run_folder(tmp_path, run)
     assert read_outcome(own) == outcome and outcome.state == "done" and not outcome.error
@@ -159,18 +132,12 @@ def test_a_run_leaves_its_files_and_its_outcome(run, tmp_path) -> None:
     summary = json.loads((own / "summary.json").read_text())
     assert outcome.before == summary["before"] and outcome.after == summary["after"]
     assert set(outcome.after) == {"addition", "subtraction", "reversal"} and outcome.rl_skill == "addition"
-    assert outcome.numbers.keys() == NUMBERS
     measurement = numbers_of(measured(run.config, newest_policy(own)))
     assert outcome.numbers == {**measurement, "beta": summary["final_metrics"]["beta"]}
 
-
-def test_a_run_that_was_interrupted_while_it_was_measured_is_not_trained_again(run, tmp_path) -> None:
-    whole = perform(run, tmp_path)
-    own = run_folder(tmp_path, run)
-    (own / "outcome.json").unlink()
-    before = (own / "metrics.jsonl").read_text()
-    assert perform(run, tmp_path) == whole
-    assert (own / "metrics.jsonl").read_text() == before
+    (own / "outcome.json").unlink()  # as if it was interrupted while it was measured
+    trained = (own / "metrics.jsonl").read_text()
+    assert perform(run, tmp_path) == outcome and (own / "metrics.jsonl").read_text() == trained, "not trained again"
 
 
 def test_a_reward_that_fails_is_the_runs_outcome_and_is_tried_again(plan_with, tmp_path) -> None:
@@ -253,13 +220,16 @@ def test_arms_are_named_by_what_differs_and_seeds_are_no_difference(tmp_path) ->
     assert [run.arm.name for run in seeds.values()] == ["base", "base"]
 
 
-def test_other_tasks_are_refused(tmp_path) -> None:
-    given = [finished_run(tmp_path / "a"), finished_run(tmp_path / "b", task="describe")]
+def test_runs_that_no_table_can_compare_are_refused(tmp_path) -> None:
+    one, other, equal = finished_run(tmp_path / "a"), finished_run(tmp_path / "b", task="describe"), tmp_path / "c"
     with pytest.raises(DataError, match="different tasks") as caught:
-        as_runs(given)
-    assert f"task is 'arithmetic' in {tmp_path / 'a'}" in caught.value.got and "describe" in caught.value.got
+        as_runs([one, other])
+    assert f"task is 'arithmetic' in {one[0]}" in caught.value.got and "describe" in caught.value.got
     fewer = finished_run(tmp_path / "d", train_size=9)
-    assert [run.arm.name for run in as_runs([given[0], fewer]).values()] == ["train_size=0", "train_size=9"]
+    assert [run.arm.name for run in as_runs([one, fewer]).values()] == ["train_size=0", "train_size=9"]
+    with pytest.raises(DataError, match="the same variant with the same seed") as caught:
+        as_runs([one, fewer, finished_run(equal)])
+    assert str(one[0]) in caught.value.got and str(equal) in caught.value.got
 
 
 def test_a_run_that_is_not_finished_is_refused_before_anything_is_measured(tmp_path, monkeypatch) -> None:
@@ -274,13 +244,6 @@ def test_a_run_that_is_not_finished_is_refused_before_anything_is_measured(tmp_p
         assert str(other[0]) == caught.value.got and f"--resume {other[0]}" in caught.value.fix
     with pytest.raises(RunFolderError, match="not empty"):
         compare(as_runs([done, finished_run(tmp_path / "e", beta=0.5)]), tmp_path)
-
-
-def test_one_variant_and_seed_counts_once(tmp_path) -> None:
-    given = [finished_run(tmp_path / name, beta=0.1) for name in "ab"]
-    with pytest.raises(DataError, match="the same variant with the same seed") as caught:
-        as_runs([*given, finished_run(tmp_path / "c")])
-    assert str(tmp_path / "a") in caught.value.got and str(tmp_path / "b") in caught.value.got
 
 
 TEMPERATURE = 0.8
@@ -350,8 +313,8 @@ EACH = 4000
 
 def test_both_directions_are_those_of_enumeration(monkeypatch) -> None:
     """Completions of at most two tokens; what is summed depends on the first token only, so even draws leave 1/n."""
-    monkeypatch.setattr(module, "COMPLETIONS", EACH)
-    monkeypatch.setattr(module, "uniform_numbers", even_draws)
+    monkeypatch.setattr(one_run, "COMPLETIONS", EACH)
+    monkeypatch.setattr(one_run, "uniform_numbers", even_draws)
     policy, start = moved(), tiny_llama()
     texts = ["12+34=", "rev ab="]
     pair = pair_of(policy, start, length=2, prompts={"addition": texts}, rows=1500)
@@ -371,14 +334,14 @@ def test_both_directions_are_those_of_enumeration(monkeypatch) -> None:
 @pytest.fixture
 def sampled(monkeypatch):
     seen = []
-    usual = module.completed
+    usual = one_run.completed
 
     def note(context, prompts, *, uniforms, reference):
         completions = usual(context, prompts, uniforms=uniforms, reference=reference)
         seen.append((context.policy if reference is None else reference.scorer.model, completions, uniforms))
         return completions
 
-    monkeypatch.setattr(module, "completed", note)
+    monkeypatch.setattr(one_run, "completed", note)
     return seen
 
 
@@ -407,7 +370,7 @@ def test_every_number_is_that_of_plain_forwards(sampled) -> None:
     pair = pair_of(policy, start, length=6, prompts={"addition": ["12+34=", "5+6=", "77+1="]}, rows=4)
     found = numbers_of(pair)
     ours, theirs = by_hand(sampled, policy, start, policy), by_hand(sampled, policy, start, start)
-    assert ours["sequences"] == theirs["sequences"] == 3 * module.COMPLETIONS
+    assert ours["sequences"] == theirs["sequences"] == 3 * one_run.COMPLETIONS
     expected = {
         "kl/reverse": ours["kl"] / ours["tokens"],
         "kl/reverse_sequence": ours["kl"] / ours["sequences"],
@@ -421,31 +384,31 @@ def test_every_number_is_that_of_plain_forwards(sampled) -> None:
     assert 0 < found["reward"] < 1 and 1 < found["length"] < 6
 
 
-def trained(llama: str, folder: Path, **changes) -> TrainConfig:
-    values = {"model": llama, **TINY, "max_steps": 2, "eval_size": 3, "save_every": 1, **changes}
-    config = TrainConfig.from_flat({**values, "output_dir": str(folder)})
-    train_run(config)
-    return config
-
-
 @pytest.mark.parametrize(
     "changes",
     [
-        {"beta": 0.0},
+        {"beta": 0.0, "temperature": 1.5},
         {"beta": 0.1, "lora_r": 2},
         {"beta": 0.1, "reference": "ema", "reference_decay": 0.5},
         {"beta": 0.1, "ref_model": "other"},
     ],
-    ids=["no KL", "adapter", "moving reference", "another reference"],
+    ids=["no KL, hot", "adapter", "moving reference", "another reference"],
 )
-def test_it_is_always_the_starting_model_that_is_measured_against(llama, tmp_path, sampled, changes) -> None:
+def test_a_policy_is_measured_against_its_start_and_scored_as_in_its_run(llama, tmp_path, sampled, changes) -> None:
     if "ref_model" in changes:
         other = tiny_llama()
         disturb(other, seed=9, size=0.2)
         changes = {**changes, "ref_model": stored(other, tmp_path / "other")}
-    config = trained(llama, tmp_path / "run", top_p=0.9, **changes)
-    found = numbers_of(measured(config, newest_policy(tmp_path / "run")))
-    at = checkpoint.checkpoints(tmp_path / "run")[-1] / "policy"
+    folder, values = tmp_path / "run", {"max_steps": 2, "eval_size": 6, "save_every": 1, "top_p": 0.9, **changes}
+    config = TrainConfig.from_flat({"model": llama, **TINY, **values, "output_dir": str(folder)})
+    train_run(config)
+    at = checkpoint.checkpoints(folder)[-1] / "policy"
+    found = evaluate(config, at)
+    evaluations = [scores for row in rows_of(folder) if (scores := scores_of(row))]
+    assert found.before == evaluations[0] and found.after == evaluations[-1]
+    assert found.rl_skill == "addition" and found.state == "done"
+    assert found.numbers == numbers_of(measured(config, newest_policy(folder)))
+
     if "lora_r" in changes:
         from peft import PeftModel
 
@@ -453,10 +416,10 @@ def test_it_is_always_the_starting_model_that_is_measured_against(llama, tmp_pat
     else:
         policy = load_model(str(at))
     first = [(policy, *sampled[0][1:])]
-    sums = by_hand(first, policy, tiny_llama(), policy, temperature=1.0)
-    assert sums["sequences"] == 3 * module.COMPLETIONS
-    assert found["kl/reverse"] == pytest.approx(sums["kl"] / sums["tokens"], rel=1e-4)
-    assert found["kl/reverse"] > 1e-5, "something was learned"
+    sums = by_hand(first, policy, tiny_llama(), policy, temperature=config.rollout.temperature)
+    assert sums["sequences"] == 6 * one_run.COMPLETIONS
+    assert found.numbers["kl/reverse"] == pytest.approx(sums["kl"] / sums["tokens"], rel=1e-4)
+    assert found.numbers["kl/reverse"] > 1e-5, "something was learned"
 
 
 def test_nothing_is_cut_from_the_support_and_a_run_without_a_step_has_not_moved(llama, tmp_path) -> None:
@@ -465,15 +428,3 @@ def test_nothing_is_cut_from_the_support_and_a_run_without_a_step_has_not_moved(
     assert context.config.rollout == replace(config.rollout, top_p=1.0, top_k=0)
     found = numbers_of(context)
     assert found["kl/reverse_sequence"] == pytest.approx(0.0, abs=1e-6)
-
-
-@pytest.mark.parametrize("changes", [{}, {"lora_r": 2}, {"beta": 0.0, "temperature": 1.5}], ids=["all", "lora", "hot"])
-def test_the_scores_are_those_that_the_run_itself_found(llama, tmp_path, changes) -> None:
-    folder = tmp_path / "run"
-    config = trained(llama, folder, eval_size=7, **changes)
-    found = evaluate(config, checkpoint.checkpoints(folder)[-1] / "policy")
-    evaluations = [scores for row in rows_of(folder) if (scores := scores_of(row))]
-    assert found.before == evaluations[0] and found.after == evaluations[-1]
-    assert found.rl_skill == "addition" and found.state == "done"
-    assert found.numbers == numbers_of(measured(config, newest_policy(folder)))
-    assert found.numbers["kl/reverse"] > 1e-5, "something was learned"

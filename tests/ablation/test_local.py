@@ -1,7 +1,7 @@
-"""Processes on this machine: how many, with what, and what becomes of those that die. The workers here are scripts of
-a few lines, which start in a moment; tests/ablation/test_execute.py has the real ones."""
+"""Processes on this machine: how many, with what, and what becomes of those that die. The workers are short scripts."""
 
 import os
+import pickle
 import signal
 import sys
 import textwrap
@@ -39,18 +39,18 @@ def nap():  # a signal that comes just before a long sleep would only be seen af
 
 @pytest.fixture
 def executor(tmp_path, monkeypatch):
-    def make(body: str, *, workers: int = 2, **settings) -> LocalExecutor:
+    def make(body: str, **settings) -> LocalExecutor:
         script = tmp_path / "worker.py"
         script.write_text(WORKER + textwrap.dedent(body))
         monkeypatch.setattr(execute, "COMMAND", (sys.executable, str(script)))
-        return LocalExecutor(at_once=workers, **settings)
+        return LocalExecutor(at_once=2, **settings)
 
     return make
 
 
-def told_by(executor: LocalExecutor, folder: Path) -> list[tuple[str, Outcome | None]]:
-    told: list[tuple[str, Outcome | None]] = []
-    executor.run(RUNS, folder, lambda run, outcome: told.append((run.name, outcome)))
+def told_by(executor: LocalExecutor, folder: Path) -> dict[str, Outcome | None]:
+    told: dict[str, Outcome | None] = {}
+    executor.run(RUNS, folder, lambda run, outcome: told.update({run.name: outcome}))
     return told
 
 
@@ -80,7 +80,7 @@ def test_a_run_that_dies_does_not_sink_the_others(executor, tmp_path) -> None:
     assert found[0.1].values == {"beta": 0.1} and found[0.1].arm == "beta=0.1" and not found[0.1].numbers
     assert "code 7" in found[0.2].error and "the last words" in found[0.2].error
     assert found[0.3].error == "its reward\nis wrong", "what the worker wrote stays"
-    assert [dict(told)[run.name] for run in RUNS] == list(found.values())
+    assert [told[run.name] for run in RUNS] == list(found.values())
 
 
 SAVES = """
@@ -113,7 +113,7 @@ def test_an_interrupt_is_passed_on_once_and_waits_until_all_have_saved(executor,
     made = executor(SAVES)
     interrupt_when_two_are_at_work(tmp_path, number)
     with pytest.raises(TrainingStopped) as caught:
-        made.run(RUNS, tmp_path, lambda run, outcome: None)
+        told_by(made, tmp_path)
     assert isinstance(caught.value.__cause__, KeyboardInterrupt)
     assert "repeat the command" in caught.value.fix
     saved = [run.name for run in RUNS if (run_folder(tmp_path, run) / "saved").exists()]
@@ -123,11 +123,10 @@ def test_an_interrupt_is_passed_on_once_and_waits_until_all_have_saved(executor,
 
 
 def test_a_second_interrupt_kills(executor, tmp_path) -> None:
-    body = 'signal.signal(signal.SIGINT, signal.SIG_IGN); (folder / "ready").touch(); nap(); done()'
-    made = executor(body)
+    made = executor('signal.signal(signal.SIGINT, signal.SIG_IGN); (folder / "ready").touch(); nap(); done()')
     interrupt_when_two_are_at_work(tmp_path, signal.SIGINT, times=2)
     with pytest.raises(TrainingStopped):
-        made.run(RUNS, tmp_path, lambda run, outcome: None)
+        told_by(made, tmp_path)
     assert set(outcomes(tmp_path).values()) == {None}
 
 
@@ -137,20 +136,19 @@ def test_a_worker_has_its_run_its_threads_and_the_parents_modules(executor, tmp_
     (tmp_path / "mine" / "only_here.py").write_text("VALUE = 3\n")
     monkeypatch.syspath_prepend(str(tmp_path / "mine"))
     body = """
-    import pickle
+    import pickletools
     from only_here import VALUE
     own_group = os.getpgrp() == os.getpid()
-    print(os.environ["OMP_NUM_THREADS"], VALUE, own_group, pickle.load(sys.stdin.buffer).name == name)
+    words = [word for _, word, _ in pickletools.genops(os.read(0, 1 << 16))]  # without a run's slow imports
+    print(os.environ["OMP_NUM_THREADS"], VALUE, own_group, arm in words)
     done()
     """
-    told_by(executor(body, workers=2, threads=5), tmp_path)
+    told_by(executor(body, threads=5), tmp_path)
     assert {(run_folder(tmp_path, run) / "log.txt").read_text() for run in RUNS} == {"5 3 True True\n"}
+    assert pickle.loads(pickle.dumps(RUNS)) == RUNS
 
 
-@pytest.mark.parametrize(
-    ("cores", "count", "asked", "workers", "threads"),
-    [(8, 3, None, 3, 2), (2, 12, 5, 5, 1)],
-)
+@pytest.mark.parametrize(("cores", "count", "asked", "workers", "threads"), [(8, 3, None, 3, 2), (2, 12, 5, 5, 1)])
 def test_the_cores_are_shared_out_and_a_gpu_is_not(monkeypatch, cores, count, asked, workers, threads) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

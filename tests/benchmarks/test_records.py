@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,20 +11,12 @@ from benchmarks.records import RESULTS, markdown, newest, save
 
 pytestmark = pytest.mark.slow
 
-
-RECORDED = [name for name in BENCHMARKS if newest(name) is not None]
-
-
-def record(name: str, *, quick: bool = False, date: str = "2026-11-21") -> dict[str, Any]:
-    """The newest committed record of a benchmark, as of another run."""
-    found = newest(name)
-    assert found is not None
-    return found | {"date": date, "command": f"python -m benchmarks {name}" + (" --quick" if quick else "")}
+RECORDED = {name: record for name in BENCHMARKS if (record := newest(name)) is not None}
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_record_is_written_as_json_markdown_and_picture(name: str, tmp_path: Path) -> None:
-    given = record(name)
+    given = RECORDED[name] | {"date": "2026-11-21"}
     files = save(given, BENCHMARKS[name], tmp_path)
     assert files[0].name == f"{name}_cpu2_202611.json"
     assert json.loads(files[0].read_text()) == given

@@ -1,18 +1,15 @@
 """The notebook, its cells run in order in one namespace of a fresh process, with sizes that take seconds."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.examples.conftest import ROOT, run
 
 pytestmark = pytest.mark.slow
 
-NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_run.ipynb"
-CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+CELLS = json.loads((ROOT / "examples" / "first_run.ipynb").read_text(encoding="utf-8"))["cells"]
 SIZES = {"STEPS": "3", "PROMPTS, ANSWERS": "4, 4", "EVALUATED": "16"}
 SHOW_LAST = """
 import ast, sys
@@ -39,16 +36,7 @@ def printed(default_base_model: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("notebook")
     cells = [smaller("".join(cell["source"])) for cell in CELLS if cell["cell_type"] == "code"]
     assert all(f"{name} = {size} " in cells[0] for name, size in SIZES.items())
-    done = subprocess.run(
-        [sys.executable, "-c", SHOW_LAST, *cells],
-        cwd=folder,
-        env=os.environ | {"MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout, folder
+    return run("-c", SHOW_LAST, *cells, folder=folder), folder
 
 
 def test_it_measures_a_kl_and_its_estimators_agree(printed: tuple[str, Path]) -> None:

@@ -1,47 +1,35 @@
 """The example for one GPU: its configuration as it stands, and a few of its steps on a tiny Qwen2 on a CPU."""
 
-import importlib.util
 import json
 import re
-import sys
+import runpy
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
-from tests.examples.test_trl import run
+from tests.examples.conftest import ROOT, run
 from tests.hosts.trl import hosts
 
 from klamp.doctor.readers import read_record
 
 pytestmark = pytest.mark.slow
 
-FILE = Path(__file__).resolve().parents[2] / "examples" / "trl_one_gpu.py"
+FILE = str(ROOT / "examples" / "trl_one_gpu.py")
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trl_one_gpu", FILE)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def tiny_qwen(folder: Path) -> str:
-    """Random weights and a tokenizer that was trained here, in the files of a model."""
-    hosts.saved(hosts.model(tie_word_embeddings=True), folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    return str(folder)
+def example() -> dict[str, Any]:
+    return runpy.run_path(FILE, run_name="trl_one_gpu")
 
 
 @pytest.mark.parametrize(
     ("text", "reward"),
     [("so 6 * 12 = 72", 1.0), ("72.0", 1.0), ("it is 1,072", 0.0), ("no idea", 0.0), ("72 or 27", 0.0)],
 )
-def test_the_reward_reads_the_last_number(example: ModuleType, text: str, reward: float) -> None:
-    assert example.last_number("She sold 1,234 clips. #### 1,072") == "1072"
-    assert example.right_number([[{"role": "assistant", "content": text}]], ["72"]) == [reward]
+def test_the_reward_reads_the_last_number(example: dict[str, Any], text: str, reward: float) -> None:
+    assert example["last_number"]("She sold 1,234 clips. #### 1,072") == "1072"
+    assert example["right_number"]([[{"role": "assistant", "content": text}]], ["72"]) == [reward]
 
 
 def test_a_few_steps_on_a_tiny_qwen(tmp_path: Path) -> None:
@@ -49,10 +37,10 @@ def test_a_few_steps_on_a_tiny_qwen(tmp_path: Path) -> None:
     rows = [{"question": f"{i} + 5 =", "answer": "they are #### 5"} for i in range(8)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     sizes = ["--steps", "4", "--prompts", "2", "--num-generations", "8", "--max-completion-length", "16"]
-    model = tiny_qwen(tmp_path / "model")
-    printed = run(
-        str(FILE), "--model", model, "--data", str(data), "--output-dir", str(out), "--learning-rate", "0.01", *sizes
-    )
+    hosts.saved(hosts.model(tie_word_embeddings=True), tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    files = ["--model", str(tmp_path / "model"), "--data", str(data), "--output-dir", str(out)]
+    printed = run(FILE, *files, "--learning-rate", "0.01", *sizes)
     shown = dict(re.findall(r"^(\w+) +(.+)$", printed, re.M))
     assert shown["term"] == "klamp's" and "0.01" in shown["controller"]
     assert shown["note"].startswith("completions are scored by klamp")

@@ -5,12 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.examples.test_trl import run
+from tests.examples.conftest import built_in, run
+from tests.training.conftest import json_rows
 
 from klamp.cli import main
 
 pytest.importorskip("tinker")
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("default_base_model")]
+pytestmark = [pytest.mark.slow, built_in]
 
 EXAMPLE = ("examples/tinker_grpo_kl.py", "--local", "--prompts", "2")
 
@@ -26,7 +27,7 @@ def test_a_run_is_saved_and_continued(tmp_path: Path, capsys: pytest.CaptureFixt
 
     printed = run(*EXAMPLE, "--steps", "5", "--out", str(out))
     assert re.findall(r"^step +(\d)", printed, re.M) == ["4", "5"]
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = json_rows(out / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["kl/k3"] > 1e-6 for row in rows] == [False, True, True, True, True]
     assert main(["doctor", str(out)]) in (0, 1)

@@ -1,40 +1,16 @@
 """The TRL examples, run as a user runs them, a few steps each."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.examples.conftest import DEBUG, built_in, run, scalars
 
 from klamp.lab.models import load_tokenizer
 from klamp.lab.tasks import load_task
 from klamp.lab.tasks.base import TaskConfig
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-DEBUG = {"debug/kl_mean", "debug/kl_max", "debug/kl_min", "debug/ref_logp_mean", "debug/policy_logp_mean"}
-
-
-def run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
-@pytest.fixture(autouse=True)
-def base_model(default_base_model: Path) -> None:
-    """The built-in model is taught before an example asks for it."""
+pytestmark = [pytest.mark.slow, built_in]
 
 
 def rows_file(path: Path) -> Path:
@@ -52,16 +28,11 @@ def test_the_command_line_of_the_k3_bug_report(tmp_path, beta):
     printed = run("examples/trl_train.py", "train", *arguments, "--report-to", "tensorboard")
     assert ("klamp's" in printed) == (beta != "0.0")
     (folder,) = {path.parent for path in (tmp_path / "out").rglob("events.*")}
-    events = EventAccumulator(str(folder)).Reload()
-    tags = {tag.removeprefix("train/") for tag in events.Tags()["scalars"]}
-    if beta == "0.0":
-        assert not DEBUG & tags
-        return
-    assert tags >= DEBUG
-    last = {name: events.Scalars(f"train/{name}")[-1].value for name in DEBUG}
-    assert 0 <= last["debug/kl_min"] <= last["debug/kl_mean"] <= last["debug/kl_max"]
-    assert last["debug/kl_max"] > 0
-    assert last["debug/policy_logp_mean"] != last["debug/ref_logp_mean"]
+    logged = {name.removeprefix("train/"): values[-1] for name, values in scalars(folder).items()}
+    assert DEBUG & logged.keys() == (DEBUG if beta != "0.0" else set())
+    if beta != "0.0":
+        assert 0 <= logged["debug/kl_min"] <= logged["debug/kl_mean"] <= logged["debug/kl_max"] > 0
+        assert logged["debug/policy_logp_mean"] != logged["debug/ref_logp_mean"]
 
 
 def test_the_demonstration_of_kl_clipping(tmp_path):

@@ -1,5 +1,6 @@
 """The wheel, built once, in the environments that scripts/environment.sh has made for it."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -47,14 +48,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def installed(wheel: Path) -> Callable[[str], Path]:
     """Puts the wheel into .venv-NAME, in the place of a klamp that is there; gives the environment's folder."""
-    done: set[str] = set()
 
+    @functools.cache
     def install(name: str) -> Path:
         folder = ROOT / f".venv-{name}"
-        if name not in done:
-            pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-deps", "--force-reinstall"]
-            subprocess.run([*pip, str(wheel)], check=True)
-            done.add(name)
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-qq", "--no-deps", "--force-reinstall"]
+        subprocess.run([*pip, str(wheel)], check=True)
         return folder
 
     return install

@@ -1,6 +1,7 @@
 """What a user has after `pip install klamp`, and after an extra: the built wheel in environments with nothing else."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from tests.packaging.conftest import ROOT, Environment
 
 import klamp
 
-SMALL = ("verify", "explain", "audit", "check", "doctor", "report")
-NEED_TRAIN = (("train",), ("ablate", "--kl_estimator", "k1", "k3"))
+USER = ROOT / "tests" / "packaging" / "user.py"
+COMMANDS = ("verify", "explain", "audit", "check", "doctor", "report", "train", "ablate")
 BELONG_TO_EXTRAS = "accelerate datasets math_verify matplotlib peft ray tensorboard tokenizers transformers"
 
 
@@ -22,16 +23,9 @@ def base(installed: Callable[[str], Path], tmp_path: Path) -> Environment:
     return Environment(installed("wheel"), tmp_path)
 
 
-@pytest.fixture
-def record(tmp_path: Path) -> Path:
-    """The folder of a klamp run of seven steps, whose KL jumps at the last."""
-    folder = tmp_path / "run-1"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("beta: 0.04\n")
-    kl = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]
-    rows = [{"step": i + 1, "kl/k3": value, "reward": 0.5} for i, value in enumerate(kl)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+def absent(environment: Environment, libraries: str) -> bool:
+    found = f"import importlib.util as u; print([name for name in {libraries.split()} if u.find_spec(name)])"
+    return environment.python(found) == "[]"
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
@@ -46,8 +40,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 def test_nothing_is_missing_and_nothing_of_the_extras_is_there(base: Environment) -> None:
     assert "No broken requirements found" in base.run("pip", "check").stdout
-    found = f"import importlib.util as u; print([m for m in {BELONG_TO_EXTRAS.split()} if u.find_spec(m)])"
-    assert base.python(found) == "[]"
+    assert absent(base, BELONG_TO_EXTRAS)
 
 
 def test_klamp_is_imported_and_computes_without_a_warning(base: Environment) -> None:
@@ -59,16 +52,14 @@ def test_klamp_is_imported_and_computes_without_a_warning(base: Environment) -> 
     assert base.python(everything, "-W", "error") == ""
 
 
-def test_the_command_line_starts(base: Environment) -> None:
-    assert base.run("klamp", "--version").stdout == f"klamp {klamp.__version__}\n"
-    shown = base.run("klamp", "--help").stdout
-    assert all(f"\n  {command} " in shown for command in (*SMALL, "train", "ablate"))
-
-
-@pytest.mark.parametrize("words", [("verify",), ("explain", "grpo"), ("train", "--help"), ("ablate", "--help")])
-def test_a_command_that_needs_no_extra(base: Environment, words: tuple[str, ...]) -> None:
-    done = base.run("klamp", *words)
+@pytest.mark.parametrize("words", ["--version", "--help", "verify", "explain grpo", "train --help", "ablate --help"])
+def test_a_command_that_needs_no_extra(base: Environment, words: str) -> None:
+    done = base.run("klamp", *words.split())
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    if words == "--version":
+        assert done.stdout == f"klamp {klamp.__version__}\n"
+    if words == "--help":
+        assert all(f"\n  {command} " in done.stdout for command in COMMANDS)
 
 
 def test_audit(base: Environment) -> None:
@@ -79,7 +70,13 @@ def test_audit(base: Environment) -> None:
     assert done.returncode == 2 and done.stderr.startswith("klamp: error: klamp audit trl needs trl")
 
 
-def test_doctor_and_report(base: Environment, record: Path) -> None:
+def test_doctor_and_report(base: Environment) -> None:
+    record = base.cwd / "run-1"
+    record.mkdir()
+    (record / "config.yaml").write_text("beta: 0.04\n")
+    kl = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]
+    rows = [{"step": i + 1, "kl/k3": value, "reward": 0.5} for i, value in enumerate(kl)]
+    (record / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = base.run("klamp", "doctor", str(record))
     assert done.returncode == 1 and "alarm: kl-spike" in done.stdout, done.stderr
     done = base.run("klamp", "report", str(record))
@@ -87,7 +84,7 @@ def test_doctor_and_report(base: Environment, record: Path) -> None:
     assert "kl-spike" in (record / "report.html").read_text()
 
 
-@pytest.mark.parametrize("words", NEED_TRAIN, ids=" ".join)
+@pytest.mark.parametrize("words", [("train",), ("ablate", "--kl_estimator", "k1", "k3")], ids=" ".join)
 def test_what_needs_the_extra_train_says_so(base: Environment, words: tuple[str, ...]) -> None:
     done = base.run("klamp", *words)
     first, *_, last = done.stderr.splitlines()
@@ -118,55 +115,46 @@ def test_doors_to_hosts_that_are_not_there(base: Environment) -> None:
     assert base.python("import klamp.tinker, klamp.verl; print(*klamp.verl.overrides(klamp.KLConfig()))")
 
 
-def test_trl_alone_is_enough_for_its_door(installed: Callable[[str], Path], tmp_path: Path) -> None:
-    with_trl = Environment(installed("wheel-trl"), tmp_path)
-    code = """
+TRL_DOOR = """
 from klamp.trl import GRPOConfig, GRPOTrainer
 print(GRPOConfig(kl_estimator="k1", beta=0.1, use_cpu=True, bf16=False, report_to=[]).kl_estimator)
 """
-    assert with_trl.python(code).splitlines()[-1] == "k1", "TRL prints a line of its own"
-    code = "import importlib.util as u; print([m for m in ('peft', 'tensorboard', 'matplotlib') if u.find_spec(m)])"
-    assert with_trl.python(code) == "[]"
-
-
-def test_tinker_alone_is_enough_for_its_door(installed: Callable[[str], Path], tmp_path: Path) -> None:
-    with_tinker = Environment(installed("wheel-tinker"), tmp_path)
-    code = """
+TINKER_DOOR = """
 import klamp.tinker
 datum = klamp.tinker.build_datum([1, 2], [3, 4], 1.0, [-0.5, -0.5], [-0.5, -0.6])
 print(type(datum).__module__.partition(".")[0])
 """
-    assert with_tinker.python(code) == "tinker"
-    assert with_tinker.python("import importlib.util as u; print(u.find_spec('peft'))") == "None"
-    done = with_tinker.run("python", "-c", "import klamp.tinker.testing")
-    assert "fix: pip install klamp-standin" in done.stderr, done.stderr
 
 
-@pytest.fixture(scope="session")
-def of_the_users(installed: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[int]]:
-    """File of the user's -> lines in which strict pyright finds an error, with the installed klamp alone in sight."""
-    folder = tmp_path_factory.mktemp("users")
-    for file in ("user.py", "user_wrong.py"):
-        (folder / file).write_text((ROOT / "tests" / "packaging" / file).read_text())
-    (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
+@pytest.mark.parametrize(
+    ("host", "code", "printed", "others"),
+    [("trl", TRL_DOOR, "k1", "peft tensorboard matplotlib"), ("tinker", TINKER_DOOR, "tinker", "peft")],
+)
+def test_a_host_alone_is_enough_for_its_door(
+    installed: Callable[[str], Path], tmp_path: Path, host: str, code: str, printed: str, others: str
+) -> None:
+    environment = Environment(installed(f"wheel-{host}"), tmp_path)
+    assert environment.python(code).splitlines()[-1] == printed, "TRL prints a line of its own"
+    assert absent(environment, others)
+    if host == "tinker":
+        done = environment.run("python", "-c", "import klamp.tinker.testing")
+        assert "fix: pip install klamp-standin" in done.stderr, done.stderr
+
+
+def test_strict_pyright_finds_a_users_mistakes_and_no_others(installed: Callable[[str], Path], tmp_path: Path) -> None:
+    """With the installed klamp alone in sight."""
+    wrong = set()
+    for file in (USER, USER.with_name("user_wrong.py")):
+        shutil.copy(file, tmp_path)
+        lines = enumerate(file.read_text().splitlines(), start=1)
+        wrong |= {(file.name, number) for number, line in lines if line.endswith("# wrong")}
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     python = installed("wheel") / "bin" / "python"
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(python)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    found: dict[str, set[int]] = {"user.py": set(), "user_wrong.py": set()}
-    for each in json.loads(done.stdout)["generalDiagnostics"]:
-        print(each["file"], each["range"]["start"]["line"] + 1, each["message"])
-        found[Path(each["file"]).name].add(each["range"]["start"]["line"] + 1)
-    return found
-
-
-def test_a_users_file_passes_strict_pyright(of_the_users: dict[str, set[int]]) -> None:
-    assert of_the_users["user.py"] == set()
-
-
-def test_a_users_mistakes_are_found(of_the_users: dict[str, set[int]]) -> None:
-    lines = (ROOT / "tests" / "packaging" / "user_wrong.py").read_text().splitlines()
-    assert of_the_users["user_wrong.py"] == {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    errors = json.loads(done.stdout)["generalDiagnostics"]
+    assert {(Path(e["file"]).name, e["range"]["start"]["line"] + 1) for e in errors} == wrong, done.stdout
 
 
 def test_what_the_users_file_does_runs(base: Environment) -> None:
-    base.python((ROOT / "tests" / "packaging" / "user.py").read_text())
+    base.python(USER.read_text())

@@ -6,26 +6,21 @@ import sys
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from scripts import supply_chain
 from scripts.checkouts import cut, package, stub, undecorated
-from scripts.supply_chain import BY_HAND, CONSTRAINTS, EXEMPT, LOCK, by_hand, installed, licence_of, pins, refused, text
+from scripts.supply_chain import CONSTRAINTS, EXEMPT, LOCK, by_hand, installed, licence_of, pins, refused, text
 
-# exact files ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_lock_has_the_pins_version_by_version() -> None:
-    locked, wanted = pins(LOCK.read_text(encoding="utf-8")), pins(CONSTRAINTS.read_text(encoding="utf-8"))
-    assert locked == {name: version for name, version in wanted.items() if name not in EXEMPT}, "run: make lock"
-    assert wanted.keys() >= EXEMPT.keys()
+PINNED = pins(CONSTRAINTS.read_text(encoding="utf-8"))
 
 
-def test_every_line_of_the_lock_has_a_hash() -> None:
-    lines = [line for line in LOCK.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    assert len(lines) == len(pins(LOCK.read_text(encoding="utf-8"))) > 100
+def test_the_lock_has_the_pins_version_by_version_with_hashes() -> None:
+    content = LOCK.read_text(encoding="utf-8")
+    locked, lines = pins(content), [line for line in content.splitlines() if line and not line.startswith("#")]
+    assert locked == {name: version for name, version in PINNED.items() if name not in EXEMPT}, "run: make lock"
+    assert PINNED.keys() >= EXEMPT.keys() and len(lines) == len(locked) > 100
     assert all(re.fullmatch(r"[\w.-]+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
 
 
@@ -33,15 +28,14 @@ def test_every_licence_that_is_installed_is_allowed() -> None:
     found = installed()
     assert refused(found) == {} and len(found) > 100
     assert found["numpy"][1].startswith("BSD-3-Clause") and found["torchrl"][1] == "MIT"
+    assert text(found).count("| codespell |") == 1
 
 
 def test_what_was_decided_by_hand_is_needed_has_a_reason_and_is_on_the_page() -> None:
     page = supply_chain.PAGE.read_text(encoding="utf-8")
     for name, entry in by_hand().items():
         assert f"| {name} | {entry['licence']} | {entry['why']} |" in page
-        assert len(entry["why"].split()) > 4
-        assert name in pins(CONSTRAINTS.read_text(encoding="utf-8"))
-    assert BY_HAND.exists() and text(installed()).count("| codespell |") == 1
+        assert len(entry["why"].split()) > 4 and name in PINNED
 
 
 @pytest.mark.parametrize(
@@ -59,9 +53,9 @@ def test_a_licence_is_what_the_metadata_says(fields: dict[str, str], licence: st
     metadata = Message()
     for name, value in fields.items():
         metadata[name] = value
-    each: Any = SimpleNamespace(metadata=metadata)
-    assert licence_of(each).startswith(licence)
-    assert (refused({"some": ("1.0", licence_of(each))}) == {}) == allowed
+    found = licence_of(SimpleNamespace(metadata=metadata))  # type: ignore[arg-type]
+    assert found.startswith(licence)
+    assert (refused({"some": ("1.0", found)}) == {}) == allowed
 
 
 FILE = '''

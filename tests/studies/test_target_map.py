@@ -1,6 +1,5 @@
 """The studies: cells and pages of the target map, the arms of the language study."""
 
-import warnings
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 import pytest
 
 from klamp.cli.ablate import parse_ablate
-from klamp.config import KLWarning
-from klamp.lab.ablate.plan import Run, runs
+from klamp.lab.ablate.plan import runs
 from studies import command
 from studies.language import KL_PROMPTS, NO_KL, language_plan
 from studies.target_map import MARK, RECORD, TARGETS, judged, read, share, text
@@ -43,15 +41,9 @@ def test_the_page_is_what_the_record_says() -> None:
     assert page.partition(MARK)[2].strip() == text(read(RECORD)), "run: python -m studies.target_map --cells"
 
 
-@pytest.fixture
-def arms() -> dict[str, Run]:
-    """The runs of one seed by their arm's name; one arm is there because klamp warns about it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
-        return {run.arm.name: run for run in runs(language_plan(seeds=(0,)))}
-
-
-def test_arms_differ_in_the_kl_and_in_nothing_else(arms: dict[str, Run]) -> None:
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_arms_differ_in_the_kl_and_in_nothing_else() -> None:
+    arms = {run.arm.name: run for run in runs(language_plan(seeds=(0,)))}
     settings = [run.config.flat() for run in arms.values()]
     differing = {name for one, other in combinations(settings, 2) for name in one if one[name] != other[name]}
     assert differing == {"beta", "kl_monitor", "kl_estimator", "kl_gradient"}
