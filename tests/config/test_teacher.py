@@ -1,10 +1,10 @@
 """The configuration of a teacher: every refusal and caution, each with a way out, and the term that it builds."""
 
-import dataclasses
 import warnings
 from typing import Any
 
 import pytest
+from tests.config.drawn import unchecked
 
 from klamp.config import TEACHER_ALIASES, KLConfig, LossConfig, TeacherConfig, build_objective
 from klamp.config.teacher import refusals
@@ -52,13 +52,9 @@ def test_a_server_s_own_head_is_taken(fields):
 
 
 def test_every_row_of_the_table_is_among_these():
-    def rows(fields: dict[str, Any]) -> set[int]:
-        given = {each.name: each.default for each in dataclasses.fields(TeacherConfig)} | fields
-        plain = type("Plain", (), given)()
-        return {i for i, row in enumerate(refusals(plain)) if row.applies}  # type: ignore[arg-type]
-
-    reached = set[int]().union(*(rows(fields) for fields, _ in REFUSED))
-    assert reached == set(range(len(refusals(TeacherConfig())))) and not rows({})
+    tables = [refusals(unchecked(TeacherConfig, **fields)) for fields in ({}, *(fields for fields, _ in REFUSED))]
+    unset, *reached = ({i for i, row in enumerate(table) if row.applies} for table in tables)
+    assert set.union(*reached) == set(range(len(tables[0]))) and not unset
 
 
 def test_who_the_teacher_is():
