@@ -67,6 +67,7 @@ def test_versions_that_were_never_tried_are_told(fake, version: str, tried: bool
     ("error", "texts"),
     [
         (ImportError("no 'requests'"), ("fakehost 1.3.0 cannot be reached", "ImportError: no 'requests'", "complete")),
+        (AttributeError("no 'beta'"), ("fakehost 1.3.0 cannot be reached", "AttributeError: no 'beta'", "complete")),
         (UnsupportedVersion("mine"), ("mine",)),
     ],
 )

@@ -248,22 +248,6 @@ def test_a_cut_sampler_is_no_matter_to_a_teacher_without_a_coefficient() -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "on"),
-    [
-        ("teacher_decay", 0.5, {"teacher_kind": "ema"}),
-        ("teacher_reset_steps", 5, {"teacher_kind": "periodic"}),
-        ("teacher_name", "x", {"teacher_url": "http://host:1"}),
-        ("teacher_coef", 0.5, DIR),
-    ],
-)
-def test_a_field_of_another_teacher_is_read_by_that_one_alone(name: str, value: Any, on: Fields) -> None:
-    assert f"{name}={value!r} has no effect" in told(
-        TeacherConfig, {name: value} | (DIR if name != "teacher_coef" else {})
-    )
-    assert "has no effect" not in told(TeacherConfig, {name: value} | on)
-
-
-@pytest.mark.parametrize(
     ("teacher", "kl", "warned"),
     [({"teacher_kind": "ema"}, 0.1, True), ({"teacher_kind": "ema"}, 0.0, False), (DIR, 0.1, False)],
 )
