@@ -27,8 +27,6 @@ NO_KL = Case("no KL", lambda w: (w.token(ppo(w)), {"beta": 0.0}), kl=("none",), 
 IN_REWARD = next(x for x in advantages() if x.name.startswith("mean, KL summed"))
 NEAR, COARSE = make_world(103), make_world(106, dtype=torch.bfloat16)
 FIRST, MANY = make_world(111, drift=0, lag=0), make_world(115, shape=(16, 12))
-
-
 FAR = replace(NEAR, old=NEAR.old - 6 * ((NEAR.places == 2) & (torch.arange(8)[:, None] % 3 == 0)))
 ALIKE = replace(NEAR, ref=NEAR.logp.detach() - 0.3)  # the log-ratio is constant: k2 and k3 are collinear
 INFINITE, ENDS = NEAR.ref.clone(), NEAR.ids.clone()

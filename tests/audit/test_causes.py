@@ -81,18 +81,14 @@ def test_a_head_and_its_sampled_tail_need_one_constant(head: float, tail: float,
     assert loss.distances[0] == pytest.approx(0.47 if head != tail else 0.0, abs=0.03 if head != tail else 1e-5)
 
 
-def ratio(p: Tensor, old: Tensor) -> Tensor:
-    return (p - old).exp()
-
-
 @pytest.mark.parametrize(
     ("compute", "near", "far"),
     [
         (lambda p, q, old, m: ((p - q).square() / 2)[m].mean(), 0.0, None),
-        (lambda p, q, old, m: (ratio(p, old) * (torch.expm1(q - p) + p - q))[m].mean(), 0.0, 0.0),
+        (lambda p, q, old, m: ((p - old).exp() * (torch.expm1(q - p) + p - q))[m].mean(), 0.0, 0.0),
         (lambda p, q, old, m: (p - q)[m].mean(), 1.0, None),
         (lambda p, q, old, m: -(p - q).square()[m].mean() / 2, 2.0, None),
-        (lambda p, q, old, m, a: (5 * (p - q).square() / 2 - a[:, None] * ratio(p, old))[m].mean(), 4.0, None),
+        (lambda p, q, old, m, a: (5 * (p - q).square() / 2 - a[:, None] * (p - old).exp())[m].mean(), 4.0, None),
     ],
     ids=["k2", "ratio x k3", "k1", "away", "five-fold beside the policy loss"],
 )

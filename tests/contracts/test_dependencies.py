@@ -190,9 +190,8 @@ def test_what_is_declared_as_oldest_is_tried() -> None:
         ends = {Version(each.version) for each in requirement.specifier if each.operator == ">="}
         oldest.setdefault(canonicalize_name(requirement.name), set()).update(ends)
     text = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8")
-    pins = {
-        canonicalize_name(name): Version(version) for name, version in re.findall(r"^([\w.-]+)==(\S+)$", text, re.M)
-    }
+    pinned = re.findall(r"^([\w.-]+)==(\S+)$", text, re.M)
+    pins = {canonicalize_name(name): Version(version) for name, version in pinned}
     assert {name: {pins.get(name)} for name in oldest} == oldest
     assert set(PROJECT["optional-dependencies"]) == {*TRIED_OLDEST, "verl", "unsloth", "dev"}
 

@@ -10,6 +10,7 @@ import pkgutil
 import re
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +174,7 @@ def test_a_configuration_that_is_built_by_name_keeps_its_fields(name: str) -> No
 
 
 def test_version_is_the_one_that_is_installed() -> None:
-    from importlib.metadata import version
-
-    from klamp._version import __version__
-
-    assert version("klamp") == __version__
+    assert version("klamp") == klamp.__version__
 
 
 PACKAGE = Path(klamp.__file__).parent

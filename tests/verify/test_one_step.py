@@ -103,8 +103,6 @@ PLACED = {
     "advantage, reward-to-go": {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
     "reward": {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
 }
-
-
 CLIPS = [("none", None), ("hard", None), ("soft", "group")]
 
 
