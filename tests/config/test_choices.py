@@ -54,9 +54,7 @@ def test_every_field_of_the_term_is_the_configurations() -> None:
         kl_normalizer="token_mean",
     )
     term = kl.build_term()
-    same = {
-        each.name for each in dataclasses.fields(KLTerm) if getattr(term, each.name) == getattr(KLTerm(), each.name)
-    }
+    same = {f.name for f in dataclasses.fields(KLTerm) if getattr(term, f.name) == getattr(KLTerm(), f.name)}
     beyond = {"beyond", "max_teacher_log_ratio", "baseline"}
     assert same == {"placement", "anchor", "mean_over"} | beyond, "the other placements take no other choices"
     further = KLConfig(beta=-0.1, kl_max_teacher_log_ratio=5.0, kl_baseline="exact").build_term()

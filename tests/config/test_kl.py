@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import ALIASES, KLConfig, KLWarning
-from klamp.config.fields import resolve_aliases
 from klamp.config.kl import ControllerName
 from klamp.core import controllers
 from klamp.core.clipping import ClipLevel
@@ -41,49 +40,26 @@ def quiet(**fields: Any) -> KLConfig:
         return KLConfig(**fields)
 
 
-def made_or_refused(fields: dict[str, Any]) -> KLConfig | ConfigError:
-    """The configuration, or why there is none; any other error is one of klamp's."""
-    try:
-        return quiet(**fields)
-    except ConfigError as error:
-        return error
-
-
-# other names -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ALIASES)
-def test_another_name_of_beta_is_beta_and_no_field(name: str) -> None:
-    assert KLConfig(**{name: 0.3}) == KLConfig(beta=0.3)
+def test_another_name_of_beta_is_beta_and_no_field_and_both_may_only_agree(name: str) -> None:
+    assert KLConfig(**{name: 0.3}) == KLConfig(beta=0.3) == KLConfig(**{"beta": 0.3, name: 0.3})
+    with pytest.raises(ConfigError, match="beta is given twice") as caught:
+        KLConfig(**{"beta": 0.3, name: 0.2})
+    assert all(alias in caught.value.why for alias in ALIASES)
     assert not hasattr(KLConfig(), name) and name not in {each.name for each in dataclasses.fields(KLConfig)}
 
 
-@given(beta=st.floats(0, 1), other=st.floats(0, 1), name=st.sampled_from(sorted(ALIASES)))
-def test_two_names_of_one_field_may_only_agree(beta: float, other: float, name: str) -> None:
-    given = {"beta": beta, name: other}
-    if beta == other:
-        assert resolve_aliases(given, {"beta"}, ALIASES) == {"beta": beta}
-        return
-    with pytest.raises(ConfigError, match="beta is given twice") as caught:
-        resolve_aliases(given, {"beta"}, ALIASES)
-    assert all(alias in caught.value.why for alias in ALIASES)
+MEANT = {"kl_estimater": "kl_estimator", "kl_coeff": "beta"}
+MEANT |= {"kl": "k1", "mse": "k2", "full": "exact", "low_var_kl": "k3"}
+"""A field's name with a mistake, or an estimator's name in another trainer -> klamp's name."""
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("kl_estimater", "kl_estimator"), ("kl_coeff", "beta")])
-def test_an_unknown_field_is_told_the_nearest_one_aliases_included(name: str, nearest: str) -> None:
+@pytest.mark.parametrize("name", MEANT)
+def test_an_unknown_name_is_told_the_nearest_one_aliases_included(name: str) -> None:
+    fields = {name: 1} if name.startswith("kl_") else {"kl_estimator": name}
     with pytest.raises(UnknownNameError) as caught:
-        KLConfig(**{name: 1})  # pyright: ignore[reportArgumentType]
-    assert caught.value.fix == f"did you mean {nearest!r}?"
-
-
-@pytest.mark.parametrize(("name", "meant"), [("kl", "k1"), ("mse", "k2"), ("full", "exact"), ("low_var_kl", "k3")])
-def test_an_estimator_by_the_name_of_another_trainer_is_told_klamps(name: str, meant: str) -> None:
-    with pytest.raises(UnknownNameError) as caught:
-        KLConfig(kl_estimator=name)  # pyright: ignore[reportArgumentType]
-    assert caught.value.fix == f"did you mean {meant!r}?"
-
-
-# a value ---------------------------------------------------------------------------------------------------------
+        KLConfig(**fields)  # pyright: ignore[reportArgumentType]
+    assert caught.value.fix == f"did you mean {MEANT[name]!r}?"
 
 
 def test_a_configuration_is_a_value() -> None:
@@ -106,7 +82,12 @@ def test_a_caution_is_said_once_where_the_configuration_is_made() -> None:
     assert KLConfig().cautions() == []
 
 
-# every combination -----------------------------------------------------------------------------------------------
+def made_or_refused(fields: dict[str, Any]) -> KLConfig | ConfigError:
+    """The configuration, or why there is none; any other error is one of klamp's."""
+    try:
+        return quiet(**fields)
+    except ConfigError as error:
+        return error
 
 
 @given(COMBINATIONS)
@@ -120,9 +101,6 @@ def test_a_combination_either_builds_everything_or_is_refused_with_a_reason(fiel
     assert (term.placement, term.off_policy) == (kl.kl_placement, kl.kl_off_policy)
     assert kl.build_controller().value == kl.beta
     assert all(isinstance(text, str) and text.endswith(".") for text in kl.cautions())
-
-
-# what it builds --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,7 +117,6 @@ def test_a_combination_either_builds_everything_or_is_refused_with_a_reason(fiel
             controllers.ProportionalController(0.2, target=0.05, horizon=7),
         ),
     ],
-    ids=lambda each: getattr(each, "get", lambda *_: "")("kl_controller", "") if isinstance(each, dict) else "",
 )
 def test_the_named_controller_has_its_parameters(fields: dict[str, Any], expected: controllers.FixedController) -> None:
     found = quiet(beta=0.2, **fields).build_controller()

@@ -1,7 +1,5 @@
 """Each preset against its paper's printed formula, written out here: the same loss and the same gradient."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -47,6 +45,11 @@ class Sampled(NamedTuple):
     def lengths(self) -> Tensor:
         return self.mask.sum(-1).double()
 
+    @property
+    def spent(self) -> Tensor:
+        """The old policy's log-ratio to the reference, of a whole completion."""
+        return torch.where(self.mask, self.old - self.ref, 0.0).sum(-1)
+
 
 def sample(seed: int = 0) -> Sampled:
     """An older policy sampled, so that ratios leave their bounds; completions of different lengths."""
@@ -82,8 +85,7 @@ def centred(rewards: Tensor) -> Tensor:
 
 
 def against_the_others(rewards: Tensor) -> Tensor:
-    groups = rewards.view(-1, GROUP)
-    return (groups - (groups.sum(-1, keepdim=True) - groups) / (GROUP - 1)).flatten()[:, None]
+    return centred(rewards) * GROUP / (GROUP - 1)
 
 
 def standardised(rewards: Tensor) -> Tensor:
@@ -116,8 +118,7 @@ def recommended(s: Sampled) -> Tensor:
 
 def exact_objective(s: Sampled) -> Tensor:
     """klamp's own: reward less beta log(policy / ref) of the whole completion, against the mean of the others."""
-    spent = torch.where(s.mask, s.old - s.ref, 0.0).sum(-1)
-    return -fixed_length(s, clipped(s, against_the_others(s.rewards - 0.01 * spent)))
+    return -fixed_length(s, clipped(s, against_the_others(s.rewards - 0.01 * s.spent)))
 
 
 def exact_objective_loss(s: Sampled) -> Tensor:
@@ -145,8 +146,7 @@ def dapo(s: Sampled) -> Tensor:
 
 def ppo(s: Sampled) -> Tensor:
     """R = r - beta log(policy / ref) of the whole completion (1909.08593, equation 2; InstructGPT beta .02)."""
-    spent = torch.where(s.mask, s.old - s.ref, 0.0).sum(-1)
-    return -mean_of_means(s, clipped(s, centred(s.rewards - 0.02 * spent)))
+    return -mean_of_means(s, clipped(s, centred(s.rewards - 0.02 * s.spent)))
 
 
 def deepseek_v3_2(s: Sampled) -> Tensor:
@@ -181,8 +181,7 @@ def k1_as_loss(s: Sampled) -> Tensor:
 
 def k3_as_loss(s: Sampled) -> Tensor:
     """exp(ref - policy) - (ref - policy) - 1, in the loss of Dr. GRPO."""
-    printed = torch.exp(s.ref - s.policy) - (s.ref - s.policy) - 1
-    return -fixed_length(s, clipped(s, centred(s.rewards)) - 0.04 * printed)
+    return -fixed_length(s, clipped(s, centred(s.rewards)) - 0.04 * s.k3)
 
 
 PAPERS: dict[str, Callable[[Sampled], Tensor]] = {
@@ -201,13 +200,9 @@ PAPERS: dict[str, Callable[[Sampled], Tensor]] = {
 }
 
 
-def test_every_preset_is_compared_with_its_paper() -> None:
-    assert set(PAPERS) == set(PRESETS)
-
-
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
-@pytest.mark.parametrize("name", PAPERS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", sorted({*PAPERS, *PRESETS}))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_preset_is_its_papers_loss_and_gradient(name: str, seed: int) -> None:
     s = sample(seed)
     ours, theirs = klamps_loss(PRESETS[name].kl, PRESETS[name].loss, s), PAPERS[name](s)
@@ -217,12 +212,6 @@ def test_a_preset_is_its_papers_loss_and_gradient(name: str, seed: int) -> None:
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-12)
     assert torch.allclose(our_gradient, their_gradient, rtol=0, atol=1e-12)
     assert their_gradient.norm() > 1e-3
-
-
-def test_presets_that_warn_are_built_only_when_asked_for() -> None:
-    code = "import warnings; warnings.simplefilter('error'); import klamp.config; list(klamp.config.PRESETS)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:

@@ -49,11 +49,7 @@ PUBLISHED = r"kl_controller='{}' .*docs/controllers.md(?s:.*)Leave kl_controller
         ({"beta_max": 1.0}, "beta_max=.* needs a controller", {"target_kl": 0.05, "beta_max": 1.0}),
         ({"kl_schedule": "cosine", "beta": 0.0}, "kl_schedule=.* needs a beta above 0", {"kl_schedule": "cosine"}),
         ({"kl_warmup_steps": 2, "beta": 0.0}, "kl_warmup_steps=.* needs a beta above 0", {"kl_warmup_steps": 2}),
-        (
-            {"kl_gradient": "none"},
-            "(?s)beta above 0.*kl_monitor",
-            {"kl_gradient": "none", "beta": 0.0, "kl_monitor": True},
-        ),
+        ({"kl_gradient": "none"}, "(?s)beta above 0.*kl_monitor", {"kl_gradient": "none", "beta": 0.0}),
     ],
 )
 def test_what_may_not_be_what_was_meant_is_warned_of(fields: dict[str, Any], text: str, silent: dict[str, Any]) -> None:
@@ -65,16 +61,12 @@ def test_what_may_not_be_what_was_meant_is_warned_of(fields: dict[str, Any], tex
         KLConfig(**silent)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.01])
-def test_a_target_that_beta_0_never_holds_is_warned_of(beta: float) -> None:
+def test_a_target_that_beta_0_never_holds_is_warned_of() -> None:
     """At beta 0 there is no controller: the target would be dropped silently."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.filterwarnings("always", ".* has no effect", category=KLWarning)
-        kl = KLConfig(beta=beta, target_kl=0.05)
-    assert kl.controller_name == ("fixed" if beta == 0 else "hold")
-    texts = [str(each.message) for each in caught]
-    assert len(texts) == (beta == 0), texts
-    assert all("target_kl=0.05 has no effect: it needs a beta above 0" in text for text in texts)
+    with pytest.warns(KLWarning, match="target_kl=0.05 has no effect: it needs a beta above 0"):
+        assert KLConfig(beta=0.0, target_kl=0.05).controller_name == "fixed"
+    held = KLConfig(beta=0.01, target_kl=0.05)
+    assert held.controller_name == "hold" and without_effect(held) == []
 
 
 IN_REWARD = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
@@ -137,37 +129,29 @@ def test_without_one_of_its_fields_it_is_another_combination(fields: dict[str, A
     assert not all(refusals(unchecked(KLConfig, **each))[row].applies for each in fewer)
 
 
+def soft(**fields: Any) -> KLConfig:
+    return unchecked(KLConfig, kl_clip_method="soft", **fields)
+
+
 @given(threshold=st.floats(0.01, 2), length=st.integers(1, 200), temperature=st.floats(0.001, 5))
 def test_a_soft_clip_is_warned_of_from_a_tenth_of_the_budget(threshold: float, length: int, temperature: float) -> None:
-    soft = unchecked(
-        KLConfig,
-        kl_clip_method="soft",
-        kl_clip_threshold=threshold,
-        kl_reference_length=length,
-        kl_clip_temperature=temperature,
-    )
-    warned = any("is wide against" in text for text in soft.cautions())
+    clip = {"kl_clip_threshold": threshold, "kl_reference_length": length, "kl_clip_temperature": temperature}
+    warned = any("is wide against" in text for text in soft(**clip).cautions())
     assert warned == (temperature > threshold * length / 10)
-    assert not any(
-        "is wide" in text for text in unchecked(KLConfig, **vars(soft) | {"kl_clip_method": "hard"}).cautions()
-    )
+    assert not any("is wide" in text for text in unchecked(KLConfig, kl_clip_method="hard", **clip).cautions())
 
 
 def test_a_soft_clip_of_a_length_that_is_measured_is_judged_at_short_completions() -> None:
     """Nobody says how long completions are before the run has begun; every door would let such a clip through."""
-    small = unchecked(KLConfig, kl_clip_method="soft", kl_clip_threshold=0.05)
-    (caution,) = small.cautions()
+    (caution,) = soft(kl_clip_threshold=0.05).cautions()
     assert "the budget of 5 nats for 100 tokens: the soft clip passes 0.67 % of the pull" in caution
-    assert unchecked(KLConfig, **vars(small) | {"kl_reference_length": 200}).cautions() == []
-    assert unchecked(KLConfig, **vars(small) | {"kl_clip_temperature": 0.5}).cautions() == [], "a tenth of 5 nats"
-    assert unchecked(KLConfig, **vars(small) | {"kl_clip_temperature": 0.501}).cautions() != []
-    assert unchecked(KLConfig, **vars(small) | {"kl_clip_threshold": 0.5}).cautions() == []
-    assert "passes 50 %" in unchecked(KLConfig, **vars(small) | {"kl_clip_threshold": 0.0}).cautions()[0]
-    large = unchecked(KLConfig, **vars(small) | {"kl_clip_threshold": 0.5})
+    assert soft(kl_clip_threshold=0.05, kl_clip_temperature=0.5).cautions() == [], "a tenth of 5 nats"
+    assert soft(kl_clip_threshold=0.05, kl_clip_temperature=0.501).cautions() != []
+    assert "passes 50 %" in soft(kl_clip_threshold=0.0).cautions()[0]
+    large = soft(kl_clip_threshold=0.5)
     assert "the budget of 1.2 nats for 2.4 tokens: the soft clip passes 23 % of the pull" in wide_clip(large, 2.4)
-    assert wide_clip(large, 20.0) == "" and "budget of 1.2" not in wide_clip(
-        unchecked(KLConfig, **vars(large) | {"kl_reference_length": 9}), 2.4
-    )
+    assert wide_clip(large, 20.0) == ""
+    assert "budget of 4.5 nats for 9 tokens" in wide_clip(soft(kl_clip_threshold=0.5, kl_reference_length=9), 2.4)
 
 
 @pytest.mark.parametrize("beta", [-0.1, math.nan, math.inf])

@@ -1,10 +1,10 @@
 """The configuration of a teacher: every refusal and caution, each with a way out, and the term that it builds."""
 
-import dataclasses
 import warnings
 from typing import Any
 
 import pytest
+from tests.config.drawn import unchecked
 
 from klamp.config import TEACHER_ALIASES, KLConfig, LossConfig, TeacherConfig, build_objective
 from klamp.config.teacher import refusals
@@ -13,6 +13,7 @@ from klamp.errors import ConfigError, UnknownNameError
 
 DIR: dict[str, Any] = {"teacher_model": "DIR"}
 URL: dict[str, Any] = {"teacher_url": "http://host:1"}
+TOPK = DIR | {"teacher_estimator": "topk"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (DIR | URL, "the teacher is named twice"),
     (DIR | {"teacher_kind": "live"}, "the teacher is named twice"),
@@ -21,17 +22,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"teacher_models": ("a=X", "a=Y"), "teacher_key": "t"}, "takes KEY=MODEL"),
     (DIR | {"teacher_direction": "forward"}, "is not what k1 of a token estimates"),
     (DIR | {"teacher_direction": "js", "teacher_estimator": "k3"}, "is not what k3 of a token estimates"),
-    (
-        DIR | {"teacher_direction": "forward", "teacher_estimator": "topk", "teacher_horizon": "sequence"},
-        "has no sequence horizon",
-    ),
+    (TOPK | {"teacher_direction": "forward", "teacher_horizon": "sequence"}, "has no sequence horizon"),
     (URL | {"teacher_estimator": "exact"}, "'exact' with teacher_head='student' cannot use a server"),
-    (
-        URL | {"teacher_estimator": "topk", "teacher_head": "union"},
-        "'topk' with teacher_head='union' cannot use a server",
-    ),
-    (DIR | {"teacher_estimator": "topk", "teacher_top_k": 0, "teacher_tail": "none"}, "is no KL"),
-    (DIR | {"teacher_estimator": "topk", "teacher_top_k": 0, "teacher_tail": "bucket"}, "is no KL"),
+    (URL | {"teacher_estimator": "topk", "teacher_head": "union"}, "teacher_head='union' cannot use a server"),
+    (TOPK | {"teacher_top_k": 0, "teacher_tail": "none"}, "is no KL"),
+    (TOPK | {"teacher_top_k": 0, "teacher_tail": "bucket"}, "is no KL"),
     (DIR | {"teacher_placement": "advantage", "teacher_estimator": "topk"}, "takes teacher_estimator='k1' only"),
     (DIR | {"teacher_placement": "reward"}, "has teacher_horizon='sequence'"),
     (DIR | {"teacher_placement": "advantage", "teacher_off_policy": "token"}, "has no meaning"),
@@ -52,13 +47,9 @@ def test_a_server_s_own_head_is_taken(fields):
 
 
 def test_every_row_of_the_table_is_among_these():
-    def rows(fields: dict[str, Any]) -> set[int]:
-        given = {each.name: each.default for each in dataclasses.fields(TeacherConfig)} | fields
-        plain = type("Plain", (), given)()
-        return {i for i, row in enumerate(refusals(plain)) if row.applies}  # type: ignore[arg-type]
-
-    reached = set[int]().union(*(rows(fields) for fields, _ in REFUSED))
-    assert reached == set(range(len(refusals(TeacherConfig())))) and not rows({})
+    tables = [refusals(unchecked(TeacherConfig, **fields)) for fields in ({}, *(fields for fields, _ in REFUSED))]
+    unset, *reached = ({i for i, row in enumerate(table) if row.applies} for table in tables)
+    assert set.union(*reached) == set(range(len(tables[0]))) and not unset
 
 
 def test_who_the_teacher_is():
@@ -88,10 +79,8 @@ def test_the_coefficient_follows_its_schedule():
 
 
 def test_the_term_and_the_objective():
-    teacher = TeacherConfig(
-        teacher_model="DIR", teacher_coef=0.5, teacher_horizon="sequence", teacher_max_log_ratio=4.0,
-        teacher_off_policy="sequence",
-    )  # fmt: skip
+    sequence = DIR | {"teacher_horizon": "sequence"}
+    teacher = TeacherConfig(**sequence, teacher_coef=0.5, teacher_max_log_ratio=4.0, teacher_off_policy="sequence")
     term = KLTerm(
         anchor="teacher", mean_over="trained", value="k1", horizon="sequence", max_log_ratio=4.0, off_policy="sequence"
     )
@@ -99,12 +88,12 @@ def test_the_term_and_the_objective():
     objective = build_objective(KLConfig(), LossConfig(), max_length=4, teacher=teacher)
     assert objective.terms[1:] == ((0.5, term),) and objective.terms[0].term == KLConfig().build_term()
     assert build_objective(KLConfig(), LossConfig(), max_length=4, teacher=TeacherConfig()).terms[1:] == ()
-    whole = TeacherConfig(teacher_model="DIR", teacher_estimator="exact", teacher_direction="js").build_term()
+    whole = TeacherConfig(**DIR, teacher_estimator="exact", teacher_direction="js").build_term()
     assert (whole.value, whole.gradient, whole.of_prefixes) == ("exact", "own", True)
-    later = TeacherConfig(teacher_model="DIR", teacher_estimator="exact", teacher_horizon="sequence").build_term()
-    tokens = TeacherConfig(teacher_model="DIR", teacher_estimator="k3").build_term()
+    later = TeacherConfig(**sequence, teacher_estimator="exact").build_term()
+    tokens = TeacherConfig(**DIR, teacher_estimator="k3").build_term()
     assert (later.gradient, tokens.gradient) == ("reverse", "reverse")
-    inside = TeacherConfig(teacher_model="DIR", teacher_placement="reward", teacher_horizon="sequence")
+    inside = TeacherConfig(**sequence, teacher_placement="reward")
     with pytest.raises(ConfigError, match="divided by the group's std") as caught:
         build_objective(KLConfig(beta=0.0), LossConfig(scale_rewards="std"), max_length=4, teacher=inside)
     assert "teacher_placement='reward'" in str(caught.value)

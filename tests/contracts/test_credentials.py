@@ -134,8 +134,6 @@ def test_an_ablation_its_plan_and_its_runs(
 
 REFUSED = {
     "cluster": ("train", "--backend", "verl", "--ray_address", "ray://me:secret@head:10001"),
-    "cluster_without_a_scheme": ("train", "--backend", "verl", "--ray_address", "me:secret@head:6379"),
-    "query_of_a_cluster": ("train", "--backend", "verl", "--ray_address", "ray://head:10001?token=secret"),
     "arguments_of_verl": ("train", "--backend", "verl", "--verl_args", "a=1", "b=http://me:secret@host/c"),
     "model": ("train", "--model", "https://me:secret@hub/model"),
     "data": ("train", "--task", "https://me:secret@host/data.jsonl"),
@@ -144,7 +142,6 @@ REFUSED = {
     "ablation": ("ablate", *REMOTE, WHOLE, "--beta", "0.1", "0.2"),
     "arms": ("ablate", *REMOTE, WHOLE, WHOLE.replace("deep", "deeper")),
     "cluster_of_an_ablation": ("ablate", "--ray", "ray://me:secret@head:10001", "--beta", "0.1", "0.2"),
-    "the_same_without_a_scheme": ("ablate", "--ray", "me:secret@head:6379", "--beta", "0.1", "0.2"),
     "base_of_an_ablation": ("ablate", "--model", "https://me:secret@hub/model", "--beta", "0.1", "0.2"),
     "arms_of_an_ablation": ("ablate", "--backend", "trl", "--sampler_url", "u://me:secret@a", "u://me:secret@b"),
 }

@@ -20,6 +20,7 @@ from klamp.lab.sampling import Completions
 from klamp.scoring.scorer import score
 from klamp.tinker import forward_backward_kl
 from klamp.tinker.testing import serve, tiny_model
+from klamp.trl import attach
 from klamp_standin.model import BaseModel, LoraShape
 
 BETA, LENGTH = 0.3, 8
@@ -45,16 +46,11 @@ def standin():
         yield running
 
 
-@pytest.fixture(scope="module")
-def service(standin):
-    return tinker.ServiceClient()
-
-
 class Step:
     """Datums, and a training run that has taken one step away from the reference; over the wire and as a local copy."""
 
-    def __init__(self, service, standin):
-        self.standin = standin
+    def __init__(self, standin):
+        self.standin, service = standin, tinker.ServiceClient()
         self.client = service.create_lora_training_client(
             base_model=standin.base_model, rank=4, seed=1, train_unembed=False
         ).result()
@@ -124,14 +120,8 @@ def padded_tokens():
 
 
 @pytest.fixture
-def step(service, standin):
-    return Step(service, standin)
-
-
-@pytest.fixture
-def trl_trainer(step):
-    """A stock GRPOTrainer that TRL's own constructor built around the training run's weights."""
-    return stock_trainer(step.local_model())
+def step(standin):
+    return Step(standin)
 
 
 def assert_same(found, expected):
@@ -147,23 +137,20 @@ def assert_same(found, expected):
     ("name", "loss_type"),
     [*((name, "bnpo") for name in STOCK), ("k3 as it stands", "grpo"), ("k3 times the ratio", "dr_grpo")],
 )
-def test_tinker_klamp_and_stock_trl(step, trl_trainer, monkeypatch, name, loss_type):
+def test_tinker_klamp_and_stock_trl(step, name, loss_type):
     fields, options = STOCK[name]
-    kl = KLConfig(**fields)
-    monkeypatch.setattr(trl_trainer, "beta", kl.beta)
-    for option, value in options.items():
-        monkeypatch.setattr(trl_trainer.args, option, value)
+    kl, trainer = KLConfig(**fields), stock_trainer(step.local_model())
+    trainer.beta = kl.beta
+    vars(trainer.args).update(options)
     expected = step.through_klamp(kl, loss_type)
-    assert_same(step.through_trl(trl_trainer, loss_type), expected)
+    assert_same(step.through_trl(trainer, loss_type), expected)
     assert_same(step.through_tinker(kl, loss_type), expected)
 
 
 @pytest.mark.parametrize("name", KLAMP)
-def test_tinker_klamp_and_trl_with_klamp(step, trl_trainer, name):
-    from klamp.trl import attach
-
+def test_tinker_klamp_and_trl_with_klamp(step, name):
     kl = KLAMP[name]
-    trainer = attach(trl_trainer, kl)
+    trainer = attach(stock_trainer(step.local_model()), kl)
     expected = step.through_klamp(kl, "bnpo")
     assert_same(step.through_trl(trainer, "bnpo"), expected)
     assert_same(step.through_tinker(kl, "bnpo"), expected)

@@ -1,7 +1,7 @@
 """Where configurations end, by enumeration; the proofs of a second anchor, which fail where their part is broken."""
 
+import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,21 +10,11 @@ from tests.verify.test_proofs import failures
 
 from klamp.config import KLConfig, LossConfig
 from klamp.core import term, topk
+from klamp.core.term import scored_by
 from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError
 from klamp.verify import convergence, one_step
-from klamp.verify.convergence import (
-    LOSSES,
-    TERMS,
-    answer_convergence,
-    claims_exact,
-    expected_step,
-    fit_price,
-    follow,
-    optimum,
-    teacher_price,
-    worlds,
-)
+from klamp.verify.convergence import LOSSES, TERMS, expected_step, follow, optimum, worlds
 from klamp.verify.one_step import Scene, examine_config, scene, scores_of
 from klamp.verify.oracle import gradient_of, local_kl, name_gradient, truths
 from klamp.verify.proofs import anchors
@@ -92,8 +82,8 @@ def test_the_optimum_is_the_best_policy():
 def test_the_best_price_of_an_optimum_is_its_own():
     ref, rewards = torch.randn(6).double().log_softmax(-1), torch.rand(6).double()
     for price in (0.05, 0.5, 5.0):
-        assert fit_price(optimum(ref, rewards, price), ref, rewards) == pytest.approx(price, rel=1e-6)
-    assert math.isinf(fit_price(optimum(ref, -rewards, 0.5), ref, rewards))
+        assert convergence.fit_price(optimum(ref, rewards, price), ref, rewards) == pytest.approx(price, rel=1e-6)
+    assert math.isinf(convergence.fit_price(optimum(ref, -rewards, 0.5), ref, rewards))
 
 
 @pytest.mark.slow
@@ -101,7 +91,7 @@ def test_every_claim_holds(monkeypatch):
     small = worlds()[:2]  # the command counts 6 tokens too
     monkeypatch.setattr(convergence, "worlds", lambda: small)
     convergence.ends.cache_clear()
-    answer = answer_convergence()
+    answer = convergence.answer_convergence()
     assert [check.claim for check in answer.checks if not check.passed] == []
     assert len(answer.checks) > 40
     rows = {row[0]: row[1:] for row in answer.tables[0].rows}
@@ -114,7 +104,8 @@ def test_every_claim_holds(monkeypatch):
 
 @pytest.mark.slow
 def test_what_is_claimed_to_be_exact():
-    exact = {(term, loss) for term, kl in TERMS.items() for loss, of in LOSSES.items() if claims_exact(kl, of)}
+    pairs = itertools.product(TERMS, LOSSES)
+    exact = {(term, loss) for term, loss in pairs if convergence.claims_exact(TERMS[term], LOSSES[loss])}
     in_reward = {("reward, k1", loss) for loss in LOSSES if "std" not in loss}
     over_sequences = {
         (term, loss)
@@ -180,46 +171,54 @@ def claims(kind: str, found: list[str]) -> list[str]:
     return [each for each in found if kind in each]
 
 
-@pytest.mark.parametrize("direction", ["reverse", "forward", "js"])
-def test_a_constant_in_head_and_tail_passes_every_test_of_means_and_not_that_of_the_noise(direction, monkeypatch):
+def test_a_constant_in_head_and_tail_passes_every_test_of_means_and_not_that_of_the_noise(monkeypatch):
     own = topk._terms
 
     def with_constant(name, log_p, log_q):
         value, slope = own(name, log_p, log_q)
-        return value, slope + log_p.exp() if name == direction else slope
+        return value, slope + log_p.exp()
 
     monkeypatch.setattr(topk, "_terms", with_constant)
     assert failures(prove_teacher) == []
-    assert len(claims(f"{direction}, at the teacher", failures(prove_noise))) == 3
+    found = failures(prove_noise)
+    assert [len(claims(f"{x}, at the teacher", found)) for x in ("reverse", "forward", "js")] == [3, 3, 3]
 
 
-BREAKS: tuple[tuple[str, Callable[..., object], str], ...] = (
-    ("log_weight", lambda given: None, "another sampler, at its prefixes"),
-    ("outside", lambda given: ~given, "tokens of the policy"),
-    ("direction", lambda given: "forward" if given == "reverse" else given, "reverse, horizon token"),
+def with_weight_left_out(*args, log_weight, **choices):
+    return topk_kl(*args, log_weight=None, **choices)
+
+
+def with_tail_inverted(*heads, **choices):
+    return topk_kl(*heads[:4], ~heads[4], **choices)
+
+
+def with_other_direction(*args, direction, **choices):
+    return topk_kl(*args, direction="forward" if direction == "reverse" else direction, **choices)
+
+
+def with_reference_as_teacher(y, *args):
+    return scores_of(y, *args) | {"teacher.logprobs": y.ref_logprobs}
+
+
+def with_reference_as_sampler(batch, to):
+    return scored_by(batch, "reference" if to == "sampler" else to)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "broken", "words"),
+    [
+        (one_step, "topk_kl", with_weight_left_out, ("a head of 0 to 4", "another sampler, at its prefixes")),
+        (one_step, "topk_kl", with_tail_inverted, ("a head of 0 to 4", "tokens of the policy")),
+        (one_step, "topk_kl", with_other_direction, ("a head of 0 to 4", "reverse, horizon token")),
+        (one_step, "scores_of", with_reference_as_teacher, ("in the advantage, k1, token", "in the reward, k1")),
+        (term, "scored_by", with_reference_as_sampler, ("to the sampler",)),
+    ],
 )
-
-
-@pytest.mark.parametrize(("argument", "broken", "claim"), BREAKS)
-def test_a_head_that_is_read_wrongly(argument, broken, claim, monkeypatch):
-    def changed(*args, **choices):
-        if argument == "outside":
-            return topk_kl(*args[:4], broken(args[4]), **choices)
-        return topk_kl(*args, **choices | {argument: broken(choices[argument])})
-
-    monkeypatch.setattr(one_step, "topk_kl", changed)
+def test_a_head_a_teacher_or_a_sampler_that_is_read_wrongly(module, name, broken, words, monkeypatch):
+    monkeypatch.setattr(module, name, broken)
     found = failures(prove_teacher)
-    assert claims(claim, claims("a head of 0 to 4", found))
-    assert not claims("exact", found) and not claims("k1", found)
-
-
-def test_the_reference_in_the_teacher_s_place(monkeypatch):
-    def confused(y, *args):
-        return scores_of(y, *args) | {"teacher.logprobs": y.ref_logprobs}
-
-    monkeypatch.setattr(one_step, "scores_of", confused)
-    found = failures(prove_teacher)
-    assert claims("in the advantage, k1, token", found) and claims("in the reward, k1", found)
+    assert all(claims(each, found) for each in words)
+    assert name != "topk_kl" or not (claims("exact", found) or claims("k1", found))
 
 
 def test_every_wrong_form_is_told_from_klamp_s_own(monkeypatch):
@@ -228,12 +227,6 @@ def test_every_wrong_form_is_told_from_klamp_s_own(monkeypatch):
     monkeypatch.setattr(anchors, "as_loss", lambda teacher: weighted)
     found = failures(prove_wrong_forms)
     assert claims("tail without its weight, another", found) and claims("no tail", found)
-
-
-def test_the_sampler_s_own_loss_is_found_out(monkeypatch):
-    own = term.scored_by
-    monkeypatch.setattr(term, "scored_by", lambda batch, to: own(batch, "reference" if to == "sampler" else to))
-    assert len(claims("to the sampler", failures(prove_teacher))) == 2
 
 
 @pytest.mark.parametrize("horizon", ["sequence", "token"])
@@ -257,8 +250,8 @@ def test_two_anchors_of_a_group_s_mean_cost_more_by_the_same_factor():
     world, loss = worlds()[0], replace(FIXED, advantage_baseline="mean")
     end = follow(KLConfig(beta=0.2), loss, world, taught_by(coef=0.3))
     assert end.exact and end.price == pytest.approx(1.0)
-    assert teacher_price(taught_by(coef=0.3), loss, group_size=2).per_completion == pytest.approx(0.6)
-    assert teacher_price(taught_by(coef=0.3), LossConfig(scale_rewards="std"), group_size=2).scaled
+    assert convergence.teacher_price(taught_by(coef=0.3), loss, group_size=2).per_completion == pytest.approx(0.6)
+    assert convergence.teacher_price(taught_by(coef=0.3), LossConfig(scale_rewards="std"), group_size=2).scaled
 
 
 def test_one_anchor_ends_at_the_teacher_and_the_sampler_holds_to_nothing():

@@ -62,10 +62,12 @@ def test_the_numbers_of_the_lines() -> None:
     assert [name for name in FORMS if "at 30 nats" in dict(explained(name).lines)] == ["ratio-weighted", "k3-as-loss"]
 
 
-def test_another_name_is_refused() -> None:
+def test_another_name_and_another_use_are_refused() -> None:
     assert set(FORMS) == {name for name, _ in VERDICTS}
     with pytest.raises(UnknownNameError, match="did you mean 'minus-k1"):
         explain_form("minus-k2")
+    with pytest.raises(UnknownNameError, match="use"):
+        judge(k1, use="advantage")  # type: ignore[arg-type]
 
 
 def k1(policy: Tensor, ref: Tensor) -> Tensor:
@@ -132,11 +134,6 @@ def test_a_detached_value_has_no_gradient_and_an_exception_is_the_callers() -> N
 def test_what_returns_no_number_per_token_is_refused(function) -> None:
     with pytest.raises(ShapeError, match="one number per token"):
         judge(function)
-
-
-def test_an_unknown_use_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="use"):
-        judge(k1, use="advantage")  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +11,8 @@ from klamp.core.clipping import clip_gate, clip_kl
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
 from klamp.core.gradients import COEFFICIENTS, kl_penalty
 from klamp.core.penalty import advantages_with_kl
-from klamp.verify import one_step
 from klamp.verify.oracle import NOTHING_KNOWN, truths
-from klamp.verify.proofs import PROOFS, gradients, values
+from klamp.verify.proofs import PROOFS
 from klamp.verify.proofs.check import Proof, follows, is_equal, is_true, run_section
 from klamp.verify.proofs.gradients import prove_clipping, prove_gradients, prove_sequences
 from klamp.verify.proofs.values import measure_estimators, prove_gaussians, prove_numerics, prove_values
@@ -24,14 +23,6 @@ pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/cor
 
 def failures(proof: Proof) -> list[str]:
     return [check.claim for check in run_section("", proof) if not check.passed]
-
-
-def break_estimator(monkeypatch: pytest.MonkeyPatch, name: str, **changes: object) -> None:
-    monkeypatch.setitem(ESTIMATORS, name, dataclasses.replace(ESTIMATORS[name], **changes))  # type: ignore[arg-type]
-
-
-def break_coefficient(monkeypatch: pytest.MonkeyPatch, key: tuple[str, str], broken: Callable[..., object]) -> None:
-    monkeypatch.setitem(COEFFICIENTS, key, broken)  # type: ignore[arg-type]
 
 
 CHAIN = random_chain(0)
@@ -95,32 +86,64 @@ def test_what_the_core_claims_is_what_is_measured() -> None:
     assert facts["k3"].in_reward.name == "reverse - forward"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "proof", "claims"),
-    [
-        ("k3", lambda d: -(torch.expm1(-d) + d), prove_values, {"E[k3] - KL(policy||ref)", "k3 is never negative"}),
-        ("k3", lambda d: -(torch.expm1(-d) + d), prove_gaussians, {"Gaussians 1 apart: E[k3] = m^2/2"}),
-        (  # exp(policy - ref) instead of exp(ref - policy): the k3 bug report's first thought
-            "k3",
-            lambda d: torch.expm1(d) - d,
-            prove_values,
-            {"E[k3] - KL(policy||ref)", "top-p sampling: k3 is low by the reference's lost mass"},
-        ),
-        ("k1", lambda d: -d, prove_values, {"E[k1] - KL(policy||ref)"}),
-        (
-            "k1",
-            lambda d: d / 2,
-            prove_gaussians,
-            {"Gaussians 1 apart: E[k1] = m^2/2", "Gaussians 1 apart: Var k1 = m^2"},
-        ),
-        ("k2", lambda d: d**2, prove_values, {"k2's bias is of third order: at half the distance 1/8"}),
-        ("abs", lambda d: d.abs() / 2, prove_values, {"abs over-estimates"}),
-    ],
-)
-def test_a_value(
-    name: str, value: Callable[..., object], proof: Proof, claims: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    break_estimator(monkeypatch, name, value=value)
+def unmasked(policy, ref, mask, **choices):
+    return kl_penalty(policy.nan_to_num(neginf=-9.0, nan=-9.0), ref.nan_to_num(), mask, **choices) + 0 * policy
+
+
+def differentiated(policy, ref, mask, **choices):
+    delta = policy - ref
+    return (policy - policy.detach()).exp() * (torch.exp(-delta) - 1 + delta)
+
+
+def without_gate(rewards, prepared, **choices):
+    return advantages_with_kl(rewards, dataclasses.replace(prepared, gate=None), **choices)
+
+
+IN_VALUES, IN_GRADIENTS = "klamp.verify.proofs.values", "klamp.verify.proofs.gradients"
+POLICY, WEIGHTED = (f"whichever the value; tokens of {x}" for x in ("the policy", "another sampler, weighted"))
+DTYPES = ("float32", "bfloat16", "float16")
+BROKEN: list[tuple[Any, Callable[..., Any], Proof, set[str]]] = [
+    ("k3", lambda d: -(torch.expm1(-d) + d), prove_values, {"E[k3] - KL(policy||ref)", "k3 is never negative"}),
+    ("k3", lambda d: -(torch.expm1(-d) + d), prove_gaussians, {"Gaussians 1 apart: E[k3] = m^2/2"}),
+    # exp(policy - ref) instead of exp(ref - policy): the k3 bug report's first thought
+    ("k3", lambda d: torch.expm1(d) - d, prove_values, {"top-p sampling: k3 is low by the reference's lost mass"}),
+    ("k1", lambda d: -d, prove_values, {"E[k1] - KL(policy||ref)"}),
+    ("k1", lambda d: d / 2, prove_gaussians, {f"Gaussians 1 apart: {x}" for x in ("E[k1] = m^2/2", "Var k1 = m^2")}),
+    ("k2", lambda d: d**2, prove_values, {"k2's bias is of third order: at half the distance 1/8"}),
+    ("abs", lambda d: d.abs() / 2, prove_values, {"abs over-estimates"}),
+    (("token", "reverse"), lambda v, w, d: -w.exp() * d, prove_gradients, {f"gradient reverse, {POLICY}"}),
+    (("token", "reverse"), lambda v, w, d: d, prove_gradients, {f"gradient reverse, {WEIGHTED}"}),
+    (("token", "reverse"), lambda v, w, d: w.exp() * d.clamp(-20, 20), prove_numerics,
+     {f"{x}, +-30 nats, gradient reverse" for x in DTYPES}),
+    (("token", "forward"), lambda v, w, d: w.exp() * torch.expm1(-d), prove_gradients, {f"gradient forward, {POLICY}"}),
+    (("token", "forward"), lambda v, w, d: d.sign(), prove_numerics, {"float32, +-30 nats, gradient forward"}),
+    # what sees its own token only
+    (("sequence", "reverse"), lambda v, w, d: w.exp() * d, prove_sequences, {"horizon sequence, value k3"}),
+    (("sequence", "forward"), lambda v, w, d: -torch.expm1(-d), prove_sequences,
+     {"horizon sequence, gradient forward"}),
+    (f"{IN_VALUES}.kl_penalty", unmasked, prove_numerics, {f"a masked {x} changes nothing" for x in ("-inf", "nan")}),
+    (f"{IN_VALUES}.kl_penalty", differentiated, prove_numerics, {"float32, -20 nats: klamp keeps what w k3 loses"}),
+    (f"{IN_GRADIENTS}.clip_kl", lambda kl, threshold, **choices: clip_kl(kl, threshold / 2, **choices), prove_clipping,
+     {"hard: max(0, 2 - 5) + max(0, 8 - 5)", "soft: slope sigmoid(8 - 5), by autograd"}),
+    ("klamp.core.term.clip_gate", lambda *args, **choices: 0.5 * clip_gate(*args, **choices), prove_clipping,
+     {"hard clip at 0: no clip"}),
+    ("klamp.verify.one_step.advantages_with_kl", without_gate, prove_clipping,
+     {"in the reward, hard clip at 1,000 nats: no pull",
+      "in the reward, k1, hard clip at .3 nats: gated by the other of two"}),
+    ("klamp.config.kl.refusals", lambda choices: [], prove_clipping, {"a clipped k1-as-loss is refused"}),
+]  # fmt: skip
+"""An estimator, whose value is broken; a horizon and a gradient, whose coefficient is; or a function's path."""
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+@pytest.mark.parametrize(("part", "broken", "proof", "claims"), BROKEN)
+def test_a_broken_part_fails_its_claims(part, broken, proof: Proof, claims: set[str], monkeypatch) -> None:
+    if isinstance(part, tuple):
+        monkeypatch.setitem(COEFFICIENTS, part, broken)
+    elif part in ESTIMATORS:
+        monkeypatch.setitem(ESTIMATORS, part, dataclasses.replace(ESTIMATORS[part], value=broken))
+    else:
+        monkeypatch.setattr(part, broken)
     assert claims <= set(failures(proof))
 
 
@@ -130,96 +153,7 @@ def test_the_exact_kl_reversed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"horizon token, exact", "horizon sequence, exact"} <= set(failures(prove_sequences))
 
 
-def test_a_clamp_within_thirty_nats(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_coefficient(monkeypatch, ("token", "reverse"), lambda value, log_w, delta: log_w.exp() * delta.clamp(-20, 20))
-    failed = failures(prove_numerics)
-    assert {f"{name}, +-30 nats, gradient reverse" for name in ("float32", "bfloat16", "float16")} == set(failed)
-
-
-def test_a_mask_that_is_applied_after_the_exponential(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unmasked(policy, ref, mask, **choices):
-        return kl_penalty(policy.nan_to_num(neginf=-9.0, nan=-9.0), ref.nan_to_num(), mask, **choices) + 0 * policy
-
-    monkeypatch.setattr(values, "kl_penalty", unmasked)
-    assert {"a masked -inf changes nothing", "a masked nan changes nothing"} <= set(failures(prove_numerics))
-
-
-def test_a_penalty_that_differentiates_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    def differentiated(policy, ref, mask, **choices):
-        delta = policy - ref
-        return (policy - policy.detach()).exp() * (torch.exp(-delta) - 1 + delta)
-
-    monkeypatch.setattr(values, "kl_penalty", differentiated)
-    assert "float32, -20 nats: klamp keeps what w k3 loses" in failures(prove_numerics)
-
-
 def test_an_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_estimator(monkeypatch, "k2", derivative=lambda delta: -delta)
+    turned = dataclasses.replace(ESTIMATORS["k2"], derivative=lambda delta: -delta)
+    monkeypatch.setitem(ESTIMATORS, "k2", turned)
     assert failures(prove_gradients) == ["k2 as a loss (its own gradient)"]
-
-
-POLICY = "whichever the value; tokens of the policy"
-WEIGHTED = "whichever the value; tokens of another sampler, weighted"
-
-
-@pytest.mark.parametrize(
-    ("horizon", "gradient", "broken", "proof", "claim"),
-    [
-        ("token", "reverse", lambda v, w, d: -w.exp() * d, prove_gradients, f"gradient reverse, {POLICY}"),
-        # the weight forgotten
-        ("token", "reverse", lambda v, w, d: d, prove_gradients, f"gradient reverse, {WEIGHTED}"),
-        ("token", "forward", lambda v, w, d: w.exp() * torch.expm1(-d), prove_gradients, f"gradient forward, {POLICY}"),
-        ("token", "forward", lambda v, w, d: d.sign(), prove_numerics, "float32, +-30 nats, gradient forward"),
-        # what sees its own token only
-        ("sequence", "reverse", lambda v, w, d: w.exp() * d, prove_sequences, "horizon sequence, value k3"),
-        (
-            "sequence",
-            "forward",
-            lambda v, w, d: -torch.expm1(-d),
-            prove_sequences,
-            "horizon sequence, gradient forward",
-        ),
-    ],
-)
-def test_a_coefficient(
-    horizon: str,
-    gradient: str,
-    broken: Callable[..., object],
-    proof: Proof,
-    claim: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    break_coefficient(monkeypatch, (horizon, gradient), broken)
-    assert claim in failures(proof)
-
-
-def test_a_clip_at_half_of_its_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    def at_half(kl: torch.Tensor, threshold: float, **choices: object) -> torch.Tensor:
-        return clip_kl(kl, threshold / 2, **choices)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(gradients, "clip_kl", at_half)
-    assert {"hard: max(0, 2 - 5) + max(0, 8 - 5)", "soft: slope sigmoid(8 - 5), by autograd"} <= set(
-        failures(prove_clipping)
-    )
-
-
-def test_a_gate_that_opens_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("klamp.core.term.clip_gate", lambda *args, **kwargs: 0.5 * clip_gate(*args, **kwargs))
-    assert "hard clip at 0: no clip" in failures(prove_clipping)
-
-
-def test_a_clip_that_the_reward_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_gate(rewards, prepared, **choices):
-        return advantages_with_kl(rewards, replace(prepared, gate=None), **choices)
-
-    monkeypatch.setattr(one_step, "advantages_with_kl", without_gate)
-    assert failures(prove_clipping) == [
-        "in the reward, hard clip at 1,000 nats: no pull",
-        "in the reward, k1, hard clip at .3 nats: gated by the other of two",
-    ]
-
-
-@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
-def test_a_clipped_k1_as_a_loss_that_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("klamp.config.kl.refusals", lambda choices: [])
-    assert "a clipped k1-as-loss is refused" in failures(prove_clipping)
