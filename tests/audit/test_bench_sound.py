@@ -85,23 +85,7 @@ def whole(w: World) -> dict[str, Any]:
     x, alone = ppo(w) + BETA * ratio_k3(w), {"advantages": None}
     values = w.logits @ torch.linspace(-1, 1, w.logits.shape[-1]).to(w.logits)
     teacher = pick(w.ref_logits.roll(1, 0), w.ids).detach()
-    r, adv, past, sign = w.r, w.a[:, 0], w.sums(w.log_r), w.a.sign()
-    back = torch.where(r > 1.1, 1.43 - 0.3 * r, torch.where(r < 0.9, 1.17 - 0.3 * r, r))
-    bounded = torch.minimum(w.log_r * sign, (w.log_r * sign).clamp(-0.4, 0.4)) * sign
-    taper = torch.where(adv >= 0, 1.0, past.detach().exp().clamp(0, 1))
-    gspo = -torch.minimum((past / w.m.sum(1)).exp() * adv, (past / w.m.sum(1)).exp().clamp(0.97, 1.04) * adv)
-    to_go = discounted(w, w.rewards[:, None] / w.m.sum(1, keepdim=True) - BETA * w.d.detach())
-    surprised = -w.live * w.a * (entropy(w) >= entropy(w)[w.mask].quantile(0.7))
     return {
-        "SPO's quadratic loss": w.token(-r * w.a + w.a.abs() / 0.4 * (r - 1).square() + BETA * ratio_k3(w)),
-        "TOPR's taper": -(taper * adv * w.sums(w.logp)).sum() / w.m.sum() + BETA * w.token(score(w, r * w.d)),
-        "PPO with rollback": w.sequence(-torch.minimum(r * w.a, back * w.a) + BETA * score(w, r * w.d)),
-        "AWR": w.token(-(w.a / 1.5).exp().clamp(max=20) * w.logp + BETA * w.d.square() / 2),
-        "Kimi's squared residual": ((adv - BETA * w.sums(w.d)).square().mean() / (2 * BETA)),
-        "GMPO": -(w.each(bounded).exp() * adv).mean() + BETA * w.sequence(ratio_k3(w)),
-        "GSPO": gspo.mean() + BETA * w.sequence(ratio_k3(w)),
-        "reward-to-go": (-w.token(to_go * w.logp), {"advantages": to_go, "rewards": w.rewards, "kl_in": "reward"}),
-        "top entropy quantile": w.token(surprised + BETA * w.d.square() / 2),
         "entropy bonus from the sample": w.token(x + 0.01 * w.live * w.logp.detach()),
         "value head on the trunk": w.token(x + 0.1 * (values - w.rewards[:, None]).square()),
         "two anchors": w.token(x + 0.5 * w.r * k3(w.logp - teacher)),

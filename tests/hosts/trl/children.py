@@ -83,8 +83,9 @@ def distilled(base: Any, folder: Path, rank: int, kind: type, options: dict[str,
 
 def main(folder: Path) -> None:
     base, rank, out = model(), int(os.environ["RANK"]), folder / "out"
+    path = saved(base, folder / f"base{rank}")  # before there is a process group: then only rank 0 would write
     found: dict[str, Any] = {name: distilled(base, out, rank, *each) for name, each in DISTILLED.items()}
-    base.config._name_or_path = saved(base, folder / f"base{rank}")
+    base.config._name_or_path = path
     found |= {name: beside_stock(base, out, {}, options) for name, options in RUNS.items()}
     completions.PASS_TOKENS = 0  # so that short prompts are shared too
     for name, options in FAST.items():
