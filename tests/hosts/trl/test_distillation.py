@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::klamp.KLWarning")
 
 COEF = 0.6
 EXACT, TOPK = {"teacher_estimator": "exact"}, {"teacher_estimator": "topk", "teacher_top_k": 3}
-OTHERWISE = {"teacher_placement", "teacher_off_policy", "teacher_baseline"}
+OTHERWISE = {"teacher_placement", "teacher_off_policy"}
 CHOICES = {name: fields for name, fields in KINDS.items() if not OTHERWISE & fields.keys()}
 CHOICES |= {f"the student's head, {way}": HEAD | {"teacher_direction": way} for way in ("forward", "js")}
 CHOICES |= {"both heads": HEAD | {"teacher_head": "union"}}

@@ -127,7 +127,7 @@ class DistillationTrainer(trl.DistillationTrainer):
         if self._klamp is None:
             return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
         own, count, model = self._klamp.teacher, loss_mask(inputs).sum(), self.teacher_model
-        of_tokens = own.prefixes is None or own.config.teacher_horizon == "sequence"
+        of_tokens = not own.term.of_prefixes or own.config.teacher_horizon == "sequence"
         hidden, logprobs, entropy = self._read(unwrapped_student, inputs, of_tokens)
         plain = self.accelerator.unwrap_model(model.eval())
         check_room(plain, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1), who="teacher")
