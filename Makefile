@@ -87,8 +87,11 @@ demo-language: $(READY)
 	@$(BIN)/klamp report $$(ls -dt runs/*/ | head -n 1) && echo "Open that file in a browser: the section Before and after shows its answers."
 
 # The built-in model, which many tests need, is taught once for all of them, by both cores: a minute.
+# Lint and the pages take one core each.
 test: $(READY)
-	@$(MAKE) --no-print-directory lint docs
+	@mkdir -p build && echo "The pages are built beside the lint, into build/docs.log."
+	@$(MAKE) --no-print-directory docs > build/docs.log 2>&1 & $(MAKE) --no-print-directory lint \
+	  && { wait $$! || { cat build/docs.log; exit 1; }; }
 	KLAMP_CACHE="$${KLAMP_CACHE:-$(CURDIR)/.cache/klamp}" OMP_NUM_THREADS=$(WORKERS) $(BIN)/python -m tests.base_model
 	@$(MAKE) --no-print-directory pytest
 
