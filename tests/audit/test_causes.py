@@ -123,7 +123,10 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+SLOW = ("dppo_tv", "seq_mean_k1")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MASKS])
 def test_a_mask_is_named_where_it_alone_explains_what_is_dropped(name: str) -> None:
     names = list[set[str]]()
     for seed in range(3):

@@ -18,7 +18,7 @@ from klamp.audit.verdict import Verdict
 from klamp.cli import main, verify
 from klamp.cli.verify import LENGTH, explain, run, run_explain
 from klamp.core.estimators import ESTIMATORS
-from klamp.verify.proofs import ESTIMATOR_PROOFS, PROOFS
+from klamp.verify.proofs import ESTIMATOR_PROOFS
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -28,12 +28,14 @@ def shown(*argv: str, command: Callable[..., int] = run) -> tuple[int, str]:
         return command(argv), out.getvalue()
 
 
-def test_everything_passes_and_is_shown() -> None:
+def test_what_passes_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All proofs are run by tests/verify/test_proofs.py, and printed by tests/golden."""
+    monkeypatch.setattr(verify, "PROOFS", ESTIMATOR_PROOFS)
     code, text = shown()
     assert code == 0
-    assert all(section in text for section in PROOFS) and "FAIL" not in text
+    assert all(section in text for section in ESTIMATOR_PROOFS) and "FAIL" not in text
     assert "checks passed, in" in text.splitlines()[-1]
-    assert text.count("\n  ok  ") > 100
+    assert text.count("\n  ok  ") > 20
 
 
 def test_a_broken_sign_fails_with_exit_code_one(monkeypatch: pytest.MonkeyPatch) -> None:

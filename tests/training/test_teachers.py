@@ -138,8 +138,12 @@ def test_each_row_gets_the_numbers_of_its_own_teacher(context_of, teacher, llama
             {"teacher_estimator": "topk", "teacher_top_k": 3, **ALONE, "num_generations": 1}, marks=pytest.mark.slow
         ),
         {"teacher_coef": 0.3, "teacher_estimator": "exact", "num_iterations": 2, "teacher_off_policy": "token"},
-        {"teacher_kind": "ema", "teacher_decay": 0.5, "teacher_horizon": "sequence"},
-        {"teacher_schedule": "linear", "teacher_placement": "advantage", "lora_r": 2},
+        pytest.param(
+            {"teacher_kind": "ema", "teacher_decay": 0.5, "teacher_horizon": "sequence"}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"teacher_schedule": "linear", "teacher_placement": "advantage", "lora_r": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=["alone", "three anchors", "ema", "schedule"],
 )

@@ -23,6 +23,7 @@ STD, MEAN, OWN_LENGTH = (
     for name, value in (("scale_rewards", "std"), ("advantage_baseline", "mean"), ("loss_type", "grpo"))
 )
 SILENT = Setting(rewarded=False, group_size=1)
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -57,15 +58,40 @@ LOCAL = (("beta", 0.02),)
         (NO_KL, SEQUENCE, FIXED, Setting(), "at the optimum of E[reward] - price KL(policy||teacher): teacher exp("),
         (NO_KL, {}, FIXED, Setting(), "0.12 nats from the optimum teacher exp(reward / price): KL"),
         (BOTH, SEQUENCE, FIXED, Setting(), "at the optimum of E[reward] - price KL(policy||mix): mix exp("),
-        (BOTH, SEQUENCE, FIXED, SILENT, "at the mix ("),
-        (LOCAL, {}, FIXED, SILENT, r"\S+ nats from the mix \("),
+        pytest.param(BOTH, SEQUENCE, FIXED, SILENT, "at the mix (", marks=SLOW),
+        pytest.param(LOCAL, {}, FIXED, SILENT, r"\S+ nats from the mix \(", marks=SLOW),
         (LOCAL, {}, FIXED, Setting(), r"\S+ nats from the optimum mix \S+ / price\): KL"),
-        (LOCAL, SEQUENCE, FIXED, Setting(), r"\S+ nats from the optimum mix exp\(reward / price\): KL"),
-        (NO_KL, SEQUENCE, OWN_LENGTH, Setting(), r"\S+ nats from the optimum teacher exp\(reward / price\): KL"),
-        (NO_KL, SEQUENCE, STD, Setting(), r"\S+ nats from the nearest optimum teacher exp\S+ / price\), price"),
-        (NO_KL, {"estimator": "topk", "tail": "none"}, FIXED, SILENT, "nowhere: .* from the teacher it is still"),
+        pytest.param(
+            LOCAL, SEQUENCE, FIXED, Setting(), r"\S+ nats from the optimum mix exp\(reward / price\): KL", marks=SLOW
+        ),
+        pytest.param(
+            NO_KL,
+            SEQUENCE,
+            OWN_LENGTH,
+            Setting(),
+            r"\S+ nats from the optimum teacher exp\(reward / price\): KL",
+            marks=SLOW,
+        ),
+        pytest.param(
+            NO_KL,
+            SEQUENCE,
+            STD,
+            Setting(),
+            r"\S+ nats from the nearest optimum teacher exp\S+ / price\), price",
+            marks=SLOW,
+        ),
+        pytest.param(
+            NO_KL,
+            {"estimator": "topk", "tail": "none"},
+            FIXED,
+            SILENT,
+            "nowhere: .* from the teacher it is still",
+            marks=SLOW,
+        ),
         (NO_KL, {"schedule": "cosine"}, FIXED, Setting(), "not known: a coefficient moves"),
-        ((*LOCAL, ("reference", "ema")), {}, FIXED, Setting(), "not known: a coefficient moves"),
+        pytest.param(
+            (*LOCAL, ("reference", "ema")), {}, FIXED, Setting(), "not known: a coefficient moves", marks=SLOW
+        ),
         ((*LOCAL, ("kl_clip_method", "hard")), {}, FIXED, Setting(), ""),
     ],
 )

@@ -192,7 +192,7 @@ def not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "where_it_ends", lambda *_, **__: "(not followed)")
 
 
-@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
+@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
 @given(kl=TERMS, loss=LOSSES)
 @example(kl={"kl_max_log_ratio": 4.0}, loss={})
 @example(kl={"kl_off_policy": "token", "kl_max_weight": 1.5}, loss={"loss_type": "grpo"})
@@ -201,7 +201,7 @@ def test_what_is_said_of_a_reference_or_the_sampler_is_true(kl: dict, loss: dict
         check_all(told)
 
 
-@settings(max_examples=20, phases=[Phase.generate])
+@settings(max_examples=12, phases=[Phase.generate])
 @given(teacher=TEACHERS, loss=LOSSES)
 def test_what_is_said_of_a_teacher_is_true(teacher: dict, loss: dict) -> None:
     if told := told_of({"beta": 0.0}, teacher, loss):

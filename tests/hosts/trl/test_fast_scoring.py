@@ -61,7 +61,10 @@ PLAIN = {"optim": "sgd", "learning_rate": 0.1}
 """AdamW would make steps of full size out of rounding, where a gradient is 0."""
 
 
-@pytest.mark.parametrize("name", RUNS)
+SLOW = ("no KL", "adapter that was trained before", "klamp's k3", "klamp's clip")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS])
 def test_a_run_is_that_of_one_without(base: Any, folder: Path, name: str, cached: list[tuple[bool, int]]) -> None:
     options, path = PLAIN | RUNS[name], str(folder / "base")
     if "before" in options and not hasattr(options["before"], "target_parameters"):

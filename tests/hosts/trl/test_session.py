@@ -34,7 +34,7 @@ def logged(trainer: Any) -> list[tuple[float, ...]]:
     return [tuple(row[name] for name in names) for row in trainer.state.log_history if "loss" in row]
 
 
-@pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.parametrize("name", ["hold", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CONTROLLERS][1:])])
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_a_resumed_run_has_the_same_beta_and_losses(base: Any, tmp_path: Path, name: str) -> None:
     options = OPTIONS | CONTROLLERS[name]
