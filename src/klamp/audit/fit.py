@@ -199,7 +199,7 @@ def _visible(problem: _Problem, fits: list[Fit], means: tuple[str, ...]) -> floa
 
 
 RARE = ("neither", "old", "squared")
-BASES = ("1", "ratio", "sequence ratio", "whole ratio")
+BASES = ("plain policy loss", "ratio", "sequence ratio", "whole ratio")
 
 
 def _gated(problem: _Problem, means: list[tuple[str, str]]) -> Iterator[Fit]:

@@ -110,7 +110,7 @@ def policy_forms(t: Tokens) -> list[Form]:
 
 
 def _surrogates(t: Tokens, advantage: Array, *, plain: bool) -> Iterator[tuple[str, Array]]:
-    yield "1", np.ones_like(t.r)
+    yield "plain policy loss", np.ones_like(t.r)
     if t.old is None:
         return
     yield "ratio", t.r

@@ -297,7 +297,7 @@ def help_of(name: str) -> str:
     words = "".join(f"{field.word} " for field in fields.values() if field.word)
     parts = (inspect.getdoc(command.options) or "").split("\n\n")
     about = "\n\n".join(part if part.startswith("  ") else textwrap.fill(part, 100) for part in parts)
-    names = ", ".join(listed for place in command.lists for listed in resolve_name(place))
+    names = ", ".join(dict.fromkeys(listed for place in command.lists for listed in resolve_name(place)))
     listed = textwrap.fill(f"names: {names}", 100, break_on_hyphens=False) if names else None
     texts = {"usage": f"klamp {name} {words}[flags]", "description": about, "epilog": listed}
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=100)
