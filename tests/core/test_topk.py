@@ -92,7 +92,9 @@ def test_the_other_tails_follow_what_their_names_say():
     for direction in DIRECTIONS:
         bucket = samples(policy, anchor, [0], tail="bucket", direction=direction)
         assert torch.allclose(bucket[0], exact(*coarse, direction)[0], rtol=0, atol=1e-14)
-        assert bucket[0][0] < exact(*torch.tensor(A, dtype=torch.float64), direction)[0]
+        assert torch.allclose(bucket[0], exact(policy, anchor, direction)[0], atol=1e-14), "tails of one shape"
+        others = torch.tensor(A, dtype=torch.float64)
+        assert samples(*others, [0], tail="bucket", direction=direction)[0][0] < exact(*others, direction)[0]
         assert torch.allclose(bucket[1].sum(-1), torch.zeros(3, dtype=torch.float64), atol=1e-15)
 
 
