@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from klamp.core.clipping import clip_gate, clip_kl, gate_kl, kl_budget
+from klamp.core.term import Gate
 from klamp.errors import ShapeError
 
 
@@ -72,3 +73,14 @@ def test_filler_tokens_buy_no_budget():
     assert clip_kl(short, budget, method="hard") == clip_kl(long, budget, method="hard") > 4.9
     generated = kl_budget(0.1, per_token=True, reference_length=550)
     assert clip_kl(long, generated, method="hard") == 0.0
+
+
+@pytest.mark.parametrize("method", ["hard", "soft"])
+def test_tokens_sum_to_the_clipped_kl_of_their_completion(method):
+    tokens = double(0.5, -0.2, 0.4, 7.0)[None].expand(3, 4) * double(1.0, 2.0, 0.1)[:, None]
+    mask = torch.tensor([True, True, True, False]).expand(3, 4)
+    kl, limit = (tokens * mask).sum(-1), double(0.3, 0.3, 0.3)
+    parts = (clip(kl, limit, method=method, temperature=0.2) for clip in (clip_gate, clip_kl))
+    value = Gate(kl, limit, *parts).apply(tokens * mask, mask)
+    assert torch.allclose(value.sum(-1), clip_kl(kl, limit, method=method, temperature=0.2), rtol=0, atol=1e-14)
+    assert (value[:, 3] == 0).all()
