@@ -1,5 +1,6 @@
 """What every test starts from: shape checks, one thread or OMP_NUM_THREADS, fixed seeds, no network, a shared cache."""
 
+import logging
 import os
 import random
 import re
@@ -30,6 +31,9 @@ jaxtyping.install_import_hook("klamp.core", "tests.typecheck.check")
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+# Clients of the SDK whose stand-in has ended report each missed heartbeat to stderr, in the tests that run then.
+logging.getLogger("tinker.lib.internal_client_holder").setLevel(logging.CRITICAL)
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
 

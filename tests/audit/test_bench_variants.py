@@ -49,8 +49,8 @@ def right(w: World) -> dict[str, dict[str, Any]]:
             "ratio x k3": w.sequence(ppo(w) + rk3),
             "filled": w.sequence(ppo(w)) + w.each(torch.where(w.mask, rk3, torch.zeros(()))).mean(),
         },
-        "1 token": {"reinforce, k2": w.token(-a * w.logp + BETA * k2(w))},
-        "1 sequence": {"reinforce, k1 as a score": w.sequence(-a * w.logp + scored)},
+        "plain token": {"reinforce, k2": w.token(-a * w.logp + BETA * k2(w))},
+        "plain sequence": {"reinforce, k1 as a score": w.sequence(-a * w.logp + scored)},
         " token": {
             "ratio, ratio x k3": w.token(-a * r + rk3),
             "cispo, k2": w.token(-a * score(w, r.clamp(max=1.28)) + BETA * k2(w)),

@@ -47,7 +47,7 @@ class Verdict:
     found: str = ""  # the loss that explains the gradient
     kl: str | None = None  # its gradient: reverse, forward, zero, away, swapped, sign, step, neither, none, unknown
     beta: float | None = None  # coefficient of the KL relative to the policy loss; None: not known
-    surrogate: str | None = None  # the policy loss: 1, ratio, ppo_clip(...), ...; None: not known
+    surrogate: str | None = None  # the policy loss: plain policy loss, ratio, ppo_clip(...), ...; None: not known
     mean: str | None = None  # both terms are a mean over: token or sequence; `A; KL B` if they differ; None: not known
     beta_seen: float | None = None  # the smallest beta that would have stood out of the rounding
     not_checked: Mapping[str, str] = field(default_factory=dict[str, str])  # what was not -> the argument it needs
