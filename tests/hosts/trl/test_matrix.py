@@ -68,6 +68,7 @@ def inputs(trainers: dict[str, Any]) -> dict[str, dict[str, Any]]:
     rows = [row for row in dataset().to_list()[:2] for _ in range(2)]
     first = trainer._generate_and_score_completions(rows)
     first["completion_mask"][1, LENGTH // 2 :] = 0
+    first["advantages"] = torch.tensor([1.0, -0.5, 0.5, -1.0])  # by another torch's draws all could be 0
     first["importance_sampling_ratio"] = torch.rand(4, first["completion_ids"].shape[1]) + 0.5
     mask = first["completion_mask"]
     with torch.no_grad():
