@@ -27,11 +27,16 @@ def standin(shared_standin, monkeypatch):
     shared_standin.inject()
 
 
-@pytest.fixture
-def service(standin):
+def opened(standin):
     import tinker
 
-    return tinker.ServiceClient()
+    return tinker.ServiceClient(base_url=standin.url, api_key=standin.api_key)
+
+
+@pytest.fixture(scope="session")
+def service(shared_standin):
+    """A client that every test of a worker shares: to open one takes longer than most tests."""
+    return opened(shared_standin)
 
 
 def ready(client):
@@ -43,6 +48,6 @@ def trainer(service, standin):
     return ready(service.create_lora_training_client(base_model=standin.base_model, rank=4, seed=1))
 
 
-@pytest.fixture
-def reference(service, standin):
-    return ready(service.create_sampling_client(base_model=standin.base_model))
+@pytest.fixture(scope="session")
+def reference(service, shared_standin):
+    return ready(service.create_sampling_client(base_model=shared_standin.base_model))

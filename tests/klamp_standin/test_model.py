@@ -4,8 +4,7 @@ import pytest
 import tinker
 import torch
 from peft import LoraConfig, get_peft_model
-from tests.hosts.tinker.clients import opened
-from tests.standin import ready
+from tests.standin import opened, ready
 from tests.waiting import SECONDS
 from tinker import types
 

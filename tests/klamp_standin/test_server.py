@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.hosts.tinker.clients import opened
-from tests.standin import ready
+from tests.standin import opened, ready
 from tests.waiting import SECONDS
 from tinker import types
 
