@@ -25,7 +25,7 @@ os.environ.pop("COLUMNS", None)  # workers set it, and klamp's lines and tables 
 import jaxtyping  # noqa: E402
 import tests.typecheck  # noqa: E402, F401
 
-# Must come before klamp is imported: in the tests, and only there, every annotation of the core is checked at run time.
+# Must come before klamp is imported: tests can check every annotation of the core at run time, those below do.
 jaxtyping.install_import_hook("klamp.core", "tests.typecheck.check")
 
 import hypothesis  # noqa: E402
@@ -67,6 +67,17 @@ def pytest_configure(config: pytest.Config) -> None:
         from klamp.lab.tasks.arithmetic import RECIPE
 
         RECIPE["seed"] = int(seed)
+
+
+SHAPES_CHECKED = tuple(ROOT / "tests" / folder for folder in ("core", "scoring"))
+"""Where annotations are checked. Elsewhere they are not, as for users: the checks take a quarter of a step's time."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before a test and its fixtures: run-time checks of shapes where they belong."""
+    checked = any(folder in item.path.parents for folder in SHAPES_CHECKED)
+    jaxtyping.config.update("jaxtyping_disable", not checked)
 
 
 @pytest.fixture(autouse=True)
