@@ -42,7 +42,6 @@ def test_the_verdict_on_trl_is_the_one_that_the_example_prints() -> None:
     assert [part for part in parts(VERDICT.splitlines()[1:]) if part not in printed] == []
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("block", QUICK, ids=lambda block: block.split()[2])
 def test_a_quick_command_prints_what_the_readme_shows(block: str, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,6 @@ def test_mean_of_means(case: Case) -> None:
     assert sum(x.item() for x in losses) == near(case["expect"]["token_mean"])
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
 def test_padded_vocabulary(case: Case) -> None:
     """What the teacher has besides is left out and counted; what it lacks is refused, until the policy is cut."""
     student, teacher = (tensor(x)[:, None] for x in case["a"].values())  # as weights of one hidden number

@@ -15,8 +15,6 @@ from klamp.cli.audit import HEADINGS, LEGEND, show_audit
 from klamp.cli.commands import AuditOptions
 from klamp.core.types import Direction
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-
 SOURCE = """
 import torch
 def k1(policy, ref):

@@ -20,8 +20,6 @@ from klamp.cli.verify import LENGTH, explain, run, run_explain
 from klamp.core.estimators import ESTIMATORS
 from klamp.verify.proofs import ESTIMATOR_PROOFS
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-
 
 def shown(*argv: str, command: Callable[..., int] = run) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -24,8 +24,6 @@ from klamp.verify.convergence import follow, worlds
 from klamp.verify.one_step import Scene
 from klamp.verl import overrides
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core
-
 LOSS = LossConfig(scale_rewards="none")
 LAMBDA = 1.25
 

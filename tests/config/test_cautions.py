@@ -22,8 +22,6 @@ from klamp.verify.oracle import cosine, forward_kl, gradient_of, local_kl, per_o
 from klamp.verify.proofs.anchors import as_loss
 from klamp.verify.worlds import Chain, enumerate_outcomes, random_chain, truncate_top_p
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
-
 Fields = dict[str, Any]
 DIR, TOPK = {"teacher_model": "DIR"}, {"teacher_model": "DIR", "teacher_estimator": "topk", "teacher_top_k": 2}
 SOFT = {"kl_clip_method": "soft", "use_per_token_kl_threshold": False}

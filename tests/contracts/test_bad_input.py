@@ -18,8 +18,6 @@ import torch
 import klamp
 from klamp.errors import KlampError
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-
 P = torch.tensor([[-1.0, -2.0, -0.5], [-0.3, -1.5, -2.5]])
 MASK = torch.tensor([[True, True, False], [True, True, True]])
 CHOSEN = torch.tensor([0, 3, 1])

@@ -28,7 +28,7 @@ SHOWN = {page: typed(text) for page, text in PAGES.items()}
 WHOLE = sorted(line for line in set().union(*SHOWN.values()) if not FORM.search(line))
 NEWCOMERS = sorted({*CODE.findall(BLOCK.sub("", PAGES["which-kl.md"]))})
 
-pytestmark = [pytest.mark.usefixtures("shapes_unchecked"), pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -10,8 +10,6 @@ from tests.hosts.teachers import HAVE, KINDS
 
 from klamp.core.estimators import ESTIMATORS
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:

@@ -18,8 +18,6 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.doctor.alarms import ALARMS
 from klamp.verify.judge import FORMS, explain_form
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-
 PAGE, PAPERS = (file.read_text(encoding="utf-8") for file in (DOCS / "sources.md", ROOT / "PAPERS.md"))
 CODE = sorted(set(re.findall(r"`([^`\n]+)`", PAGE)))
 TESTS = [code for code in CODE if code.startswith("tests/")]

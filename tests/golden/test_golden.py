@@ -25,7 +25,6 @@ PRINTED = 2e-5
 """What `klamp verify` prints has six digits."""
 STOPPED = 1e-5
 """An end is where updates are smaller than 1e-7 nats."""
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # the checks of shapes take most of the time
 
 
 def frozen(name: str) -> Any:

@@ -26,8 +26,6 @@ from klamp.core.objective import Objective, grpo_loss
 from klamp.core.types import Estimator, Gradient, Horizon
 from klamp.errors import KlampError
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-
 ROOT = Path(__file__).resolve().parents[2]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 POISON = (math.nan, math.inf, -math.inf, 1e30)

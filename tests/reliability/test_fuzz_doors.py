@@ -34,8 +34,6 @@ from klamp.lab.models import check_weights, configuration, load_model, load_toke
 from klamp.lab.tasks import Example, TaskConfig, arithmetic_tokenizer, load_task
 from klamp.lab.tasks.base import LARGEST_REWARD, named_reward
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-
 KINDS = ("pipe", "device", "folder", "loop", "socket", "bomb")
 COMMANDS = (
     *("train --dry_run --config it.yaml", "ablate --dry_run --plan it.yaml", "ablate --dry_run --config it.yaml"),

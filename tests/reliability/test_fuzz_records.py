@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -22,8 +21,6 @@ from klamp.lab.checkpoint import load_state
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import plain
 from klamp.lab.observers import AlarmObserver
-
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # as a user has it
 
 HOLD = KLConfig(beta=0.1, target_kl=0.05)
 HELD = KLControl(HOLD)

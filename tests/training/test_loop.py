@@ -93,7 +93,6 @@ def test_the_loss_has_the_value_that_the_document_prints(kl_coef, clip):
     assert not any(x.requires_grad for x in metrics.values())
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
@@ -119,7 +118,6 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], kind: type[errors.
         compute_loss(**good | changes)
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
 def test_the_divergence_and_a_step_refuse_in_words_too() -> None:
     with pytest.raises(errors.ShapeError):
         compute_kl_divergence(torch.zeros(2, 3), torch.zeros(2, 4))

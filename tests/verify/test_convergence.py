@@ -21,8 +21,6 @@ from klamp.verify.proofs import anchors
 from klamp.verify.proofs.anchors import as_loss, prove_noise, prove_teacher, prove_wrong_forms, proximal, taught_by
 from klamp.verify.worlds import enumerate_outcomes, one_position, random_chain
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
-
 EXACT = LossConfig(loss_type="dr_grpo", advantage_baseline="leave_one_out")
 
 

@@ -17,8 +17,6 @@ from klamp.verify.explain import Setting, equations, explain_config, measure_tru
 from klamp.verify.judge import Explanation
 from klamp.verify.proofs.values import measure_estimators
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
-
 
 @pytest.fixture(autouse=True)
 def not_followed_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,7 @@ from klamp.verify import convergence, one_step
 from klamp.verify.explain import Setting, explain_config, measure_config
 from klamp.verify.proofs.anchors import taught_by
 
-pytestmark = [
-    pytest.mark.usefixtures("shapes_unchecked"),  # checked in tests/core; here they would cost minutes
-    pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 FIXED = convergence.LOSSES["fixed length"]
 SEQUENCE, NO_KL = {"horizon": "sequence"}, (("beta", 0.0),)
 STD, MEAN, OWN_LENGTH = (

@@ -25,7 +25,6 @@ from klamp.verify.worlds import Chain, enumerate_outcomes, prefix_probs, random_
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.usefixtures("shapes_unchecked"),
     pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning"),
 ]
 

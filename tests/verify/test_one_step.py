@@ -17,8 +17,6 @@ from klamp.verify.one_step import Scene, examine_config, scene
 from klamp.verify.oracle import examine, reverse_kl
 from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_chain
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
-
 
 @pytest.mark.parametrize(
     ("choices", "follows"),

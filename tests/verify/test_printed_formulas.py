@@ -13,8 +13,6 @@ from klamp.errors import ShapeError, UnknownNameError
 from klamp.verify.explain import measure_config
 from klamp.verify.judge import FORMS, Explanation, explain_form, judge
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")
-
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "exact-kl"])
 def test_the_formula_is_the_printed_one(name: str) -> None:

@@ -18,8 +18,6 @@ from klamp.verify.proofs.gradients import prove_clipping, prove_gradients, prove
 from klamp.verify.proofs.values import measure_estimators, prove_gaussians, prove_numerics, prove_values
 from klamp.verify.worlds import random_chain
 
-pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
-
 
 def failures(proof: Proof) -> list[str]:
     return [check.claim for check in run_section("", proof) if not check.passed]

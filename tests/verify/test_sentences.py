@@ -22,10 +22,7 @@ from klamp.verify.one_step import NO_KL, Scene, StepReport, examine_config
 from klamp.verify.oracle import cosine, forward_kl, gradient_of, local_kl, reverse_kl
 from klamp.verify.worlds import Chain, Sampler, random_chain
 
-pytestmark = [
-    pytest.mark.usefixtures("shapes_unchecked"),  # checked in tests/core; here they would cost minutes
-    pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 NEAR, WIDE = 0.1, 2.5
 UNBOUNDED = LossConfig(epsilon=1.0, epsilon_high=1e9, scale_rewards="none")
 Seen = tuple[Chain, StepReport]

@@ -196,7 +196,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize(("arguments", "words"), BAD, ids=str)
 def test_a_bad_argument_is_refused_in_words(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"^{words}") as caught:
